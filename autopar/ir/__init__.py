@@ -1,0 +1,1 @@
+"""Records of the captured program and of how its values lie on a mesh."""

@@ -1,0 +1,250 @@
+"""How a value lies on a mesh.
+
+A dim of size D is split over a mesh axis of n ranks by two numbers. It is seen as ``outer`` equal
+rows of length L = D / outer, and every row is cut into n chunks of ``block`` elements (the last
+ones may be shorter); rank i holds chunk i of every row. ``outer = 1, block = ceil(D / n)`` is the
+usual contiguous split. A merged dim (batch * sequence) split by sequence is ``outer = batch,
+block = sequence / n``: no view loses a sharding, because a view moves neither the rows nor the
+chunks, it only renames the dim they are counted in. Two axes on one dim are two such splits, the
+outer one with the smaller ``outer``; their order is part of the sharding.
+
+`Atom` is the reading of one dim as a product of pieces, each whole or split by one axis; local
+shapes, views of local tensors and collectives all work on atoms.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """A named grid of ranks, row-major: the last axis varies fastest.
+
+    Attributes:
+        names: Axis names, outermost first.
+        sizes: Ranks on each axis.
+        levels: Network level each axis lies on (an index into the cluster's levels, 0 innermost).
+        roles: Role of each axis (``dp``, ``tp`` ...) where a hint created it, else ``""``.
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    levels: tuple[int, ...] = ()
+    roles: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert len(self.names) == len(self.sizes)
+        if not self.levels:
+            object.__setattr__(self, "levels", (0,) * len(self.names))
+        if not self.roles:
+            object.__setattr__(self, "roles", ("",) * len(self.names))
+
+    @property
+    def num_ranks(self) -> int:
+        return math.prod(self.sizes)
+
+    def coordinates(self, rank: int) -> tuple[int, ...]:
+        found = []
+        for size in reversed(self.sizes):
+            found.append(rank % size)
+            rank //= size
+        return tuple(reversed(found))
+
+    def rank(self, coordinates: Sequence[int]) -> int:
+        rank = 0
+        for coordinate, size in zip(coordinates, self.sizes, strict=True):
+            rank = rank * size + coordinate
+        return rank
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Split:
+    """One axis splits ``dim``: rows of D / outer elements, cut into chunks of ``block``."""
+
+    dim: int
+    outer: int
+    block: int
+
+    def __str__(self) -> str:
+        return f"S{self.dim}" if self.outer == 1 else f"S{self.dim}/{self.outer}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Partial:
+    """Every rank of the axis holds a term; the value is their ``reduce`` (sum, max or min)."""
+
+    reduce: str = "sum"
+
+    def __str__(self) -> str:
+        return "P" if self.reduce == "sum" else f"P{self.reduce}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Whole:
+    """Every rank of the axis holds the same."""
+
+    def __str__(self) -> str:
+        return "R"
+
+
+WHOLE = Whole()
+SUM = Partial("sum")
+AxisSharding = Split | Partial | Whole
+Sharding = tuple[AxisSharding, ...]
+"""What each mesh axis does to a value, in the order of the mesh's axes."""
+
+
+def whole(mesh: Mesh) -> Sharding:
+    """The sharding in which every rank holds the whole value."""
+    return (WHOLE,) * len(mesh.sizes)
+
+
+def text(sharding: Sharding) -> str:
+    """``S0 R`` and the like."""
+    return " ".join(str(axis) for axis in sharding) or "R"
+
+
+@dataclass(frozen=True, slots=True)
+class Atom:
+    """A piece of a dim.
+
+    Attributes:
+        size: Global number of units.
+        axis: Mesh axis that splits it, or None.
+        chunk: Units a rank holds (the last ranks may hold fewer); ``size`` where it is whole.
+    """
+
+    size: int
+    axis: int | None
+    chunk: int
+
+    def local(self, coordinate: int) -> int:
+        """Units on the rank with this coordinate on the atom's axis."""
+        if self.axis is None:
+            return self.size
+        return min(self.chunk, max(0, self.size - coordinate * self.chunk))
+
+
+def dim_atoms(size: int, splits: Sequence[tuple[int, Split]]) -> tuple[Atom, ...] | None:
+    """The atoms of a dim of ``size`` under the splits (axis, split) on it, outermost first.
+
+    None if the splits do not fit the size or each other.
+    """
+    if not splits:
+        return (Atom(size, None, size),)
+    ordered = sorted(splits, key=lambda item: item[1].outer)
+    atoms: list[Atom] = []
+    at = 1
+    for position, (axis, split) in enumerate(ordered):
+        following = ordered[position + 1][1].outer if position + 1 < len(ordered) else size
+        if split.outer <= 0 or split.outer % at or size % split.outer or split.outer < at:
+            return None
+        if size % following or following % split.outer or following == split.outer != size:
+            return None
+        if split.outer > at:
+            atoms.append(Atom(split.outer // at, None, split.outer // at))
+        unit = size // following
+        if split.block % unit:
+            return None
+        atoms.append(Atom(following // split.outer, axis, split.block // unit))
+        at = following
+    return tuple(atoms)
+
+
+def dim_splits(sharding: Sharding, dim: int) -> list[tuple[int, Split]]:
+    """(axis, split) of every axis that splits ``dim``."""
+    return [(a, s) for a, s in enumerate(sharding) if type(s) is Split and s.dim == dim]
+
+
+def atoms(shape: Sequence[int], sharding: Sharding) -> tuple[tuple[Atom, ...], ...]:
+    """The atoms of every dim; the sharding must be legal for the shape."""
+    found = []
+    for dim, size in enumerate(shape):
+        pieces = dim_atoms(size, dim_splits(sharding, dim))
+        assert pieces is not None, (shape, sharding)
+        found.append(pieces)
+    return tuple(found)
+
+
+def is_legal(shape: Sequence[int], sharding: Sharding, mesh: Mesh, *, empty: bool = False) -> bool:
+    """Whether the sharding fits the shape on the mesh.
+
+    Every element must lie on some rank; ``empty`` allows ranks without elements.
+    """
+    for split in sharding:
+        if type(split) is Split and not 0 <= split.dim < len(shape):
+            return False
+    for dim, size in enumerate(shape):
+        splits = dim_splits(sharding, dim)
+        if not splits:
+            continue
+        pieces = dim_atoms(size, splits)
+        if pieces is None:
+            return False
+        for atom in pieces:
+            if atom.axis is None:
+                continue
+            ranks = mesh.sizes[atom.axis]
+            if atom.chunk * ranks < atom.size or atom.chunk != -(-atom.size // ranks):
+                return False
+            if not empty and atom.local(ranks - 1) == 0:
+                return False
+    return True
+
+
+def local_shape(
+    shape: Sequence[int], sharding: Sharding, coordinates: Sequence[int]
+) -> tuple[int, ...]:
+    """Shape of the piece on the rank with these mesh coordinates."""
+    if all(type(axis) is not Split for axis in sharding):
+        return tuple(shape)
+    found = list(shape)
+    for dim in {axis.dim for axis in sharding if type(axis) is Split}:
+        pieces = dim_atoms(shape[dim], dim_splits(sharding, dim))
+        assert pieces is not None, (shape, sharding)
+        found[dim] = math.prod(
+            atom.local(0 if atom.axis is None else coordinates[atom.axis]) for atom in pieces
+        )
+    return tuple(found)
+
+
+def local_indices(
+    size: int, splits: Sequence[tuple[int, Split]], coordinates: Sequence[int]
+) -> tuple[int, ...] | range:
+    """Global indices along a dim that the rank holds, in local order."""
+    pieces = dim_atoms(size, splits)
+    assert pieces is not None
+    found: Sequence[int] = range(1)
+    for atom in pieces:
+        coordinate = 0 if atom.axis is None else coordinates[atom.axis]
+        start = 0 if atom.axis is None else coordinate * atom.chunk
+        own = range(start, start + atom.local(coordinate))
+        found = own if found == range(1) else tuple(i * atom.size + j for i in found for j in own)
+    return found if isinstance(found, range) else tuple(found)
+
+
+def contiguous_start(
+    size: int, splits: Sequence[tuple[int, Split]], coordinates: Sequence[int]
+) -> int | None:
+    """First global index of the rank's piece of a dim, None if its indices have gaps."""
+    found = local_indices(size, splits, coordinates)
+    if len(found) == 0:
+        return size
+    return found[0] if found[-1] - found[0] == len(found) - 1 else None
+
+
+def is_even(shape: Sequence[int], sharding: Sharding, mesh: Mesh) -> bool:
+    """Whether every rank holds the same number of elements."""
+    for pieces in atoms(shape, sharding):
+        for atom in pieces:
+            if atom.axis is not None and atom.chunk * mesh.sizes[atom.axis] != atom.size:
+                return False
+    return True
+
+
+def max_local_elements(shape: Sequence[int], sharding: Sharding) -> int:
+    """Elements on the rank that holds most (the rank with all coordinates 0)."""
+    return math.prod(local_shape(shape, sharding, (0,) * len(sharding)))

@@ -1,0 +1,1 @@
+"""Op rules as data: how the dims of an op's operands and results relate."""
