@@ -1,0 +1,130 @@
+"""Hints: small records by which a user restricts the plan.
+
+Patterns are globs over module paths or parameter names. A hint that matches nothing is an error
+that names near misses.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from autopar.errors import HintError
+
+
+@dataclass(frozen=True, slots=True)
+class Degrees:
+    """Named degrees of parallelism; None leaves one free."""
+
+    dp: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    cp: int | None = None
+    ep: int | None = None
+    zero: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Parameters that match ``pattern`` are used split along ``dim`` over the axis."""
+
+    pattern: str
+    dim: int
+    axis: str
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Parameters that match ``pattern`` are stored and used whole on every rank."""
+
+    pattern: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """Bytes each rank may use."""
+
+    limit_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatches:
+    """Number of microbatches the batch is cut into."""
+
+    count: int
+
+
+Hint = Degrees | Shard | Replicate | MemoryLimit | Microbatches
+
+
+def degrees(
+    *,
+    dp: int | None = None,
+    tp: int | None = None,
+    pp: int | None = None,
+    cp: int | None = None,
+    ep: int | None = None,
+    zero: int | None = None,
+) -> Degrees:
+    """Fix degrees by the names people call them; what is left out stays free.
+
+    Args:
+        dp: Ranks that split the batch.
+        tp: Ranks that split hidden, head and vocabulary factors.
+        pp: Pipeline stages.
+        cp: Ranks that split the attention sequence.
+        ep: Ranks that split experts.
+        zero: Storage over the data-parallel ranks: 0 replicated, 1 and 2 parameters and state
+            split, gathered once a step; 3 gathered again in the backward.
+
+    Raises:
+        HintError: A degree is not a positive integer, or zero is not 0 to 3.
+    """
+    named = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep}
+    for name, value in named.items():
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise HintError(f"cannot use degree {name}={value!r}: it is a number of ranks, 1 or more")
+    if zero is not None and zero not in (0, 1, 2, 3):
+        raise HintError(f"cannot use zero={zero!r}: the ZeRO stages are 0, 1, 2 and 3")
+    return Degrees(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, zero=zero)
+
+
+def shard(pattern: str, dim: int, axis: str) -> Shard:
+    """Use the parameters that match split along ``dim`` over the mesh axis or role ``axis``."""
+    return Shard(pattern, dim, axis)
+
+
+def replicate(pattern: str) -> Replicate:
+    """Store and use the parameters that match whole on every rank."""
+    return Replicate(pattern)
+
+
+_UNITS = {"B": 1, "kB": 1e3, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+_UNITS |= {"KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}
+
+
+def memory_limit(limit: str | int) -> MemoryLimit:
+    """Let no rank use more than ``limit``: bytes, or text such as ``"60GiB"``.
+
+    Raises:
+        HintError: The text is not a number of bytes with a unit.
+    """
+    if isinstance(limit, int) and not isinstance(limit, bool) and limit > 0:
+        return MemoryLimit(limit)
+    found = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]+)\s*", str(limit))
+    if not found or found[2] not in _UNITS or found[1].count(".") > 1 or float(found[1]) <= 0:
+        raise HintError(
+            f"cannot use memory limit {limit!r}: it is not a size; write bytes or text like '60GiB'"
+        )
+    return MemoryLimit(int(float(found[1]) * _UNITS[found[2]]))
+
+
+def microbatches(count: int) -> Microbatches:
+    """Cut the batch into ``count`` microbatches.
+
+    Raises:
+        HintError: The count is not a positive integer.
+    """
+    if not isinstance(count, int) or count < 1:
+        raise HintError(f"cannot use {count!r} microbatches: it is a count, 1 or more")
+    return Microbatches(count)

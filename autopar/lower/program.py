@@ -1,0 +1,132 @@
+"""The program of one rank: a list of instructions over local tensors.
+
+The runtime turns it into an FX module, the simulator adds up its seconds and live bytes; both read
+the same instructions. Collectives are ops of their own:
+
+==========================  =======================  ============================================
+op                          args                     result
+==========================  =======================  ============================================
+``autopar.all_reduce``      value, axis, reduce      same shape
+``autopar.all_gather``      value, axis              dim 0 times the axis size, in rank order
+``autopar.reduce_scatter``  value, axis, reduce      dim 0 divided by the axis size
+``autopar.all_to_all``      value, axis              same shape; dim 0 is n equal pieces, piece j
+                                                     goes to coordinate j, received in rank order
+``autopar.wait``            value                    same; the result may be read from here on
+==========================  =======================  ============================================
+
+``axis`` is the index of a mesh axis; sizes are equal on all ranks (lowering pads). The result of
+the first four may be read only behind its ``autopar.wait``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from autopar.ir.graph import Arg, Phase, Ref, TensorType, refs_in
+from autopar.ir.sharding import Mesh, Sharding
+
+ALL_REDUCE = "autopar.all_reduce"
+ALL_GATHER = "autopar.all_gather"
+REDUCE_SCATTER = "autopar.reduce_scatter"
+ALL_TO_ALL = "autopar.all_to_all"
+WAIT = "autopar.wait"
+COLLECTIVES = frozenset({ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instruction:
+    """One local op.
+
+    Attributes:
+        name: Its result; output i of several is ``Ref(name, i)``.
+        op: ``aten.mm.default`` and the like, or one of the collective ops above.
+        args: Positional arguments; values are `Ref` to other instructions or program inputs.
+        kwargs: Keyword arguments.
+        outputs: Local types.
+        origin: Captured node it was lowered from.
+        phase: Forward or backward.
+        view: The result shares the storage of its first operand.
+        flops: Floating-point operations on this rank.
+        purpose: For collectives: ``parameters``, ``gradients`` or ``activations``.
+    """
+
+    name: str
+    op: str
+    args: tuple[Arg, ...]
+    kwargs: tuple[tuple[str, Arg], ...] = ()
+    outputs: tuple[TensorType, ...]
+    origin: str
+    phase: Phase = Phase.FORWARD
+    view: bool = False
+    flops: int = 0
+    purpose: str = ""
+
+    @property
+    def operands(self) -> tuple[Ref, ...]:
+        found = [ref for arg in self.args for ref in refs_in(arg)]
+        found += [ref for _, arg in self.kwargs for ref in refs_in(arg)]
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramInput:
+    """A tensor that enters the program.
+
+    Attributes:
+        name: Its value is ``Ref(name)``.
+        kind: ``parameter``, ``buffer``, ``input`` or ``constant``.
+        target: Name of the parameter, buffer or constant, or path of the input.
+        global_type: Type of the whole.
+        sharding: How the whole lies on the mesh.
+        local_type: Type of this rank's piece.
+    """
+
+    name: str
+    kind: str
+    target: str
+    global_type: TensorType
+    sharding: Sharding
+    local_type: TensorType
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """All that one rank runs in a step (or in an evaluation).
+
+    Attributes:
+        mesh: The mesh; ``coordinates`` of the rank on it.
+        inputs: What enters, in order.
+        instructions: In order.
+        loss: The loss, whole on every rank; None if there is none.
+        aux: Further results by name, whole on every rank.
+        gradients: Parameter name to the rank's piece of its gradient, in its stored sharding.
+        mutations: Buffer name to its new value, whole on every rank.
+    """
+
+    mesh: Mesh
+    coordinates: tuple[int, ...]
+    inputs: tuple[ProgramInput, ...]
+    instructions: tuple[Instruction, ...]
+    loss: Ref | None
+    aux: tuple[tuple[str, Ref], ...] = ()
+    gradients: Mapping[str, Ref] = field(default_factory=dict)
+    mutations: Mapping[str, Ref] = field(default_factory=dict)
+
+    @property
+    def results(self) -> tuple[Ref, ...]:
+        """Loss, aux, gradients, mutations, in that order."""
+        loss = () if self.loss is None else (self.loss,)
+        aux = tuple(ref for _, ref in self.aux)
+        return loss + aux + tuple(self.gradients.values()) + tuple(self.mutations.values())
+
+    @cached_property
+    def collectives(self) -> tuple[Instruction, ...]:
+        return tuple(i for i in self.instructions if i.op in COLLECTIVES)
+
+    def action_hash(self) -> str:
+        """Hash of the collectives in order; equal on all ranks or the step would hang."""
+        actions = [(i.op, i.args[1:], i.outputs) for i in self.collectives]
+        return hashlib.sha256(repr(actions).encode()).hexdigest()[:16]

@@ -1,0 +1,213 @@
+"""The plan: a frozen record of every decision and prediction.
+
+Nodes, parameters and inputs are named by strings, so a plan can be saved, read, edited, compared
+and lowered without the objects it was made from. ``stages`` has one entry here; a pipelined plan
+has more, each with its own mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from autopar.ir.graph import TensorType
+from autopar.ir.sharding import Mesh, Sharding
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterPlan:
+    """One parameter (its tied names are one).
+
+    Attributes:
+        name: Its first name in the model.
+        type: Global type.
+        stored: Sharding of the parameter, its gradient and its optimizer state between steps.
+        used: Shardings in which nodes read it, in the forward then the backward.
+        trainable: Whether it gets a gradient.
+    """
+
+    name: str
+    type: TensorType
+    stored: Sharding
+    used: tuple[Sharding, ...] = ()
+    trainable: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodePlan:
+    """Sharding of every operand and output of one captured node."""
+
+    name: str
+    operands: tuple[Sharding, ...]
+    outputs: tuple[Sharding, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectivePlan:
+    """Collectives of one kind, over one axis, for one purpose, summed over a step.
+
+    Attributes:
+        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``.
+        axis: Mesh axis name.
+        purpose: ``parameters``, ``gradients`` or ``activations``.
+        count: Calls a step on one rank.
+        tensor_bytes: Bytes of the full tensors, summed over the calls.
+        predicted_s: Predicted seconds a step, before overlap.
+    """
+
+    kind: str
+    axis: str
+    purpose: str
+    count: int
+    tensor_bytes: int
+    predicted_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes on the rank that holds most, at the peak of the step, by kind."""
+
+    parameters_bytes: int = 0
+    gradients_bytes: int = 0
+    optimizer_bytes: int = 0
+    saved_bytes: int = 0
+    transient_bytes: int = 0
+    inputs_bytes: int = 0
+    buffers_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        return (
+            self.parameters_bytes
+            + self.gradients_bytes
+            + self.optimizer_bytes
+            + self.saved_bytes
+            + self.transient_bytes
+            + self.inputs_bytes
+            + self.buffers_bytes
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What the simulator says of the lowered programs.
+
+    Attributes:
+        step_s: Seconds of a training step.
+        compute_s: Seconds of compute on one rank.
+        communication_s: Seconds of collectives on one rank, hidden ones included.
+        exposed_s: Seconds of collectives that nothing hides.
+        optimizer_s: Seconds of the optimizer update.
+        memory: Bytes by kind at the peak.
+        collectives: What is communicated.
+    """
+
+    step_s: float
+    compute_s: float
+    communication_s: float
+    exposed_s: float
+    optimizer_s: float
+    memory: Memory
+    collectives: tuple[CollectivePlan, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchReport:
+    """What the search did.
+
+    Attributes:
+        status: ``optimal``, ``feasible`` (stopped within the stated gap) or ``time_limited``.
+        objective_s: Modelled seconds of the step it minimized.
+        bound_s: Proven lower bound of the objective over all meshes tried.
+        gap: (objective - bound) / objective.
+        capture_s: Seconds of capture.
+        seconds: Seconds of the search.
+        meshes: (mesh as text, objective in seconds or None where it was skipped or infeasible).
+        num_nodes: Nodes of the captured step.
+        num_classes: Classes after folding repeated blocks.
+        num_strategies: Strategies over all classes of the chosen mesh.
+        num_variables: Variables of the chosen mesh's program.
+    """
+
+    status: str
+    objective_s: float
+    bound_s: float
+    gap: float
+    seconds: float
+    capture_s: float = 0.0
+    meshes: tuple[tuple[str, float | None], ...] = ()
+    num_nodes: int = 0
+    num_classes: int = 0
+    num_strategies: int = 0
+    num_variables: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePlan:
+    """One pipeline stage: its mesh, the ranks on it and the sharding of everything it runs.
+
+    Attributes:
+        mesh: Mesh of the stage.
+        first_rank: Global number of its first rank; the others follow in mesh order.
+        inputs: Input path to the sharding in which a rank's program takes it.
+        parameters: Parameters it owns.
+        nodes: Captured nodes it runs, in order.
+        kept: Value (as text) to the shardings in which it is kept from forward to backward.
+    """
+
+    mesh: Mesh
+    first_rank: int = 0
+    inputs: Mapping[str, Sharding]
+    parameters: tuple[ParameterPlan, ...]
+    nodes: tuple[NodePlan, ...]
+    kept: Mapping[str, tuple[Sharding, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Every decision for one model, batch and cluster.
+
+    Attributes:
+        model: Class name of the model.
+        fingerprint: Hash of the captured step it was made for.
+        cluster: Name of the cluster; ``cluster_ranks`` its number of devices.
+        batch: Input path to global type.
+        hints: Hints it was made under, as text.
+        stages: One entry a pipeline stage.
+        microbatches: Number of microbatches.
+        notes: What a user should know: dims kept whole, idle ranks, ops with the rule ``whole``.
+        memory_limit_bytes: Bytes a rank may use.
+        modules: Node name to module path, for tables by module.
+    """
+
+    model: str
+    fingerprint: str
+    cluster: str
+    cluster_ranks: int
+    batch: Mapping[str, TensorType]
+    hints: tuple[str, ...] = ()
+    stages: tuple[StagePlan, ...]
+    microbatches: int = 1
+    notes: tuple[str, ...] = ()
+    memory_limit_bytes: int
+    prediction: Prediction
+    search: SearchReport
+    modules: Mapping[str, str] = field(default_factory=dict)
+    version: int = VERSION
+
+    @property
+    def stage(self) -> StagePlan:
+        """The only stage of a plan without a pipeline."""
+        assert len(self.stages) == 1
+        return self.stages[0]
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.stage.mesh
+
+    @cached_property
+    def parameters(self) -> Mapping[str, ParameterPlan]:
+        return {p.name: p for stage in self.stages for p in stage.parameters}
