@@ -7,12 +7,14 @@ has more, each with its own mesh.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from autopar.ir.graph import TensorType
 from autopar.ir.sharding import Mesh, Sharding
+from autopar.plan import codec, explain, text
 
 VERSION = 1
 
@@ -53,6 +55,7 @@ class CollectivePlan:
         kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``.
         axis: Mesh axis name.
         purpose: ``parameters``, ``gradients`` or ``activations``.
+        module: Path of the module they serve, ``""`` where that is not told.
         count: Calls a step on one rank.
         tensor_bytes: Bytes of the full tensors, summed over the calls.
         predicted_s: Predicted seconds a step, before overlap.
@@ -64,6 +67,7 @@ class CollectivePlan:
     count: int
     tensor_bytes: int
     predicted_s: float
+    module: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,3 +215,29 @@ class Plan:
     @cached_property
     def parameters(self) -> Mapping[str, ParameterPlan]:
         return {p.name: p for stage in self.stages for p in stage.parameters}
+
+    def __str__(self) -> str:
+        """The plan as a table."""
+        return text.plan_text(self)
+
+    def explain(self, module: str = "") -> str:
+        """What is split over what in a module, and what is communicated for it."""
+        return explain.explain(self, module)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as JSON, in one step.
+
+        Raises:
+            PlanError: The file cannot be written.
+        """
+        codec.write_file(codec.encode(self), path)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Plan:
+        """Read a plan that was saved; nothing in the file is ever executed.
+
+        Raises:
+            PlanError: The file is no plan, or one of another version.
+        """
+        where = f"plan '{os.fspath(path)}'"
+        return codec.decode(codec.read_file(path), Plan, version=VERSION, where=where)
