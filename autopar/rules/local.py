@@ -98,9 +98,23 @@ class Emitter(Protocol):
     """Takes the local program of a node, one op at a time."""
 
     def call(
-        self, op: str, args: tuple[Arg, ...], out: TensorType, kwargs: Mapping[str, Arg] = ...
+        self,
+        op: str,
+        args: tuple[Arg, ...],
+        out: TensorType,
+        kwargs: Mapping[str, Arg] | None = ...,
     ) -> Ref:
         """Emit a local op with one result of this local type."""
+        ...
+
+    def call_many(
+        self,
+        op: str,
+        args: tuple[Arg, ...],
+        outs: Sequence[TensorType],
+        kwargs: Mapping[str, Arg] | None = ...,
+    ) -> tuple[Ref, ...]:
+        """Emit a local op with several results of these local types."""
         ...
 
     def all_reduce(self, value: Ref, axes: Sequence[int], reduce: str = "sum") -> Ref:

@@ -19,7 +19,16 @@ from typing import TYPE_CHECKING
 
 from autopar.errors import RuleError
 from autopar.ir.graph import Arg, Node, TensorType
-from autopar.ir.sharding import SUM, WHOLE, AxisSharding, Partial, Sharding, Split
+from autopar.ir.sharding import (
+    SUM,
+    WHOLE,
+    AxisSharding,
+    Mesh,
+    Partial,
+    Sharding,
+    Split,
+    is_legal,
+)
 
 if TYPE_CHECKING:
     from autopar.rules.local import Emitter, LocalOp
@@ -42,8 +51,6 @@ class Rule:
             stays whole (a bias gradient under split input channels).
         linear: Sets of operands through which partial values may pass together; the other
             operands are whole on that axis. Only sums pass.
-        linear_outputs: Outputs that are partial under ``linear`` (default all); a strategy of a
-            linear set leaves no other output.
         expand: Emits the local program where the strategy splits a factor in ``expand_on``;
             otherwise the node runs as captured, with local sizes.
         expand_on: Factors whose split needs ``expand``; if ``synced`` their outputs are complete.
@@ -52,8 +59,12 @@ class Rule:
         sync_bytes: Bytes of the tensors those collectives carry for the whole node, for pricing.
         local_args: Rewrites constant arguments (sizes, offsets) for one rank.
         even: Factors that may be split into equal parts only.
+        contiguous: Factors whose local indices must have no gaps: ``local_args`` or ``expand``
+            use the first of them (`LocalOp.start`).
         alias: The op only renames or reorders dims: it costs nothing, and its output is its
             first operand under another shape.
+        view: The op moves no bytes: its outputs are views of its first operand (an alias, a
+            slice, an expansion of a dim of size one).
         flops: Multiply-adds count double; 0 for ops that only move bytes.
     """
 
@@ -70,7 +81,9 @@ class Rule:
     sync_bytes: int = 0
     local_args: Callable[[LocalOp], tuple[tuple[Arg, ...], dict[str, Arg]]] | None = None
     even: frozenset[str] = frozenset()
+    contiguous: frozenset[str] = frozenset()
     alias: bool = False
+    view: bool = False
     flops: int = 0
 
     def factors(self) -> tuple[str, ...]:
@@ -100,8 +113,7 @@ class Rule:
             own = self.sizes[factor]
             after //= own
             end = after * own
-            covers = row <= end or (split.block * ranks == row and split.block * ranks <= end)
-            if split.outer >= before and split.outer % before == 0 and covers:
+            if split.outer % before == 0 and row <= end:
                 fits = split.block % after == 0 and row % after == 0 and split.block >= after
                 if fits and own % (split.outer // before) == 0:
                     return factor, split.outer // before, split.block // after
@@ -129,7 +141,20 @@ class Rule:
             if placed is None or found is None or found[0] in self.whole:
                 return None
             moved.append(placed)
-        return tuple(moved)
+        return tuple(moved) if self._fits(wanted, moved, sizes) else None
+
+    def _fits(self, dims: Dims, sharding: Sequence[AxisSharding], sizes: Sequence[int]) -> bool:
+        """Whether unequal chunks that a move has placed inside other dims are still chunks."""
+        unequal = False
+        for axis, ranks in zip(sharding, sizes, strict=True):
+            if isinstance(axis, Split):
+                size = math.prod(self.sizes[f] for f in dims[axis.dim])
+                unequal |= axis.block * ranks * axis.outer != size
+        if not unequal:
+            return True
+        shape = [math.prod(self.sizes[f] for f in dim) for dim in dims]
+        mesh = Mesh(tuple(str(i) for i in range(len(sizes))), tuple(sizes))
+        return is_legal(shape, tuple(sharding), mesh)
 
 
 def axis_effect(
@@ -290,7 +315,9 @@ def _dims(part: str, text: str) -> Dims:
     found: list[tuple[str, ...]] = []
     rest = _TOKEN.sub("", part).strip()
     if rest and rest != ".":
-        raise RuleError(f"cannot read rule {text!r}: {rest!r} is not a factor; write 'm k, k n -> m n'")
+        raise RuleError(
+            f"cannot read rule {text!r}: {rest!r} is not a factor; write 'm k, k n -> m n'"
+        )
     for merged, dots, name, one in _TOKEN.findall(part):
         if merged:
             found.append(tuple(merged.split()))

@@ -1,0 +1,62 @@
+"""Matrix products."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from autopar.ir.graph import Node, TensorType
+from autopar.rules.expansions import bias_once
+from autopar.rules.factors import Factors, linear_sets, table
+from autopar.rules.notation import Dims, Rule, RuleMaker, rule
+
+
+def multiply_adds(names: str) -> Callable[[Rule], int]:
+    """Two operations for every point of the loop nest of these factors."""
+
+    def flops(made: Rule) -> int:
+        return 2 * math.prod(made.sizes[name] for name in names.split())
+
+    return flops
+
+
+def _with_bias(left: str, right: str, product: str) -> RuleMaker:
+    """A product plus a broadcast bias (operand 0), which split products must add once."""
+    out = left.replace("k", "") + right.replace("k", "").replace("b", "")
+
+    def make(node: Node, operands: tuple[TensorType, ...]) -> Rule:
+        factors = Factors()
+        bias, first, second = operands
+        dims: list[Dims] = [
+            tuple(factors.dim(name, size) for name, size in zip(names, kind.shape, strict=True))
+            for names, kind in ((left, first), (right, second), (out, node.outputs[0]))
+        ]
+        names = out[len(out) - len(bias.shape) :]
+        added = tuple(
+            (name,) if factors.sizes[name] == size else ()
+            for name, size in zip(names, bias.shape, strict=True)
+        )
+        made = factors.rule(
+            (added, *dims[:2]),
+            dims[2:],
+            linear=linear_sets("0 1 | 0 2"),
+            expand=bias_once(product),
+            expand_on=frozenset({"k"}),
+            flops=2 * math.prod(factors.sizes.values()),
+        )
+        scaled = any(node.kwarg(name, 1) != 1 for name in ("alpha", "beta"))
+        return replace(made, whole=frozenset({"k"})) if scaled else made
+
+    return make
+
+
+RULES: Mapping[str, RuleMaker] = {
+    **table("mm", rule("m k, k n -> m n", linear="0 | 1", flops=multiply_adds("m k n"))),
+    **table("bmm", rule("b m k, b k n -> b m n", linear="0 | 1", flops=multiply_adds("b m k n"))),
+    **table("mv", rule("m k, k -> m", linear="0 | 1", flops=multiply_adds("m k"))),
+    **table("dot vdot", rule("k, k -> ", linear="0 | 1", flops=multiply_adds("k"))),
+    **table("addmm", _with_bias("mk", "kn", "aten.mm.default")),
+    **table("addmv", _with_bias("mk", "k", "aten.mv.default")),
+    **table("baddbmm", _with_bias("bmk", "bkn", "aten.bmm.default")),
+}
