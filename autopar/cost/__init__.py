@@ -1,0 +1,1 @@
+"""Seconds and bytes of nodes and of changes of sharding."""

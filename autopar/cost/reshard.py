@@ -1,0 +1,160 @@
+"""A change of sharding as steps that change one mesh axis each.
+
+=======================  ====================================================
+step on one axis         what it runs
+=======================  ====================================================
+whole -> split           a local slice
+split -> whole           all-gather
+split -> another split   all-to-all, or all-gather and a slice where they overlap
+partial -> whole         all-reduce
+partial -> split         reduce-scatter
+=======================  ====================================================
+
+Both the search (as arcs of its layout graphs) and lowering (as the shortest path from what is
+there to what is needed) use this one table.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from autopar.ir.graph import DTYPE_BYTES, TensorType
+from autopar.ir.sharding import (
+    WHOLE,
+    AxisSharding,
+    Mesh,
+    Partial,
+    Sharding,
+    Split,
+    Whole,
+    dim_atoms,
+    dim_splits,
+    is_legal,
+    max_local_elements,
+)
+
+SLICE = "slice"
+ALL_GATHER = "all_gather"
+ALL_TO_ALL = "all_to_all"
+ALL_REDUCE = "all_reduce"
+REDUCE_SCATTER = "reduce_scatter"
+
+CollectiveSeconds = Callable[[str, int, int], float]
+"""Seconds of a collective: (kind, bytes of the full tensor, mesh axis)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One axis of a sharding changes.
+
+    Attributes:
+        kind: One of the five above.
+        axis: Mesh axis.
+        before: Sharding before; ``after`` the one behind it.
+    """
+
+    kind: str
+    axis: int
+    before: Sharding
+    after: Sharding
+
+
+@lru_cache(maxsize=1 << 18)
+def step_kind(shape: tuple[int, ...], before: Sharding, after: Sharding, axis: int) -> str | None:
+    """What runs to change ``axis`` of a value of this global shape; None if nothing can."""
+    old, new = before[axis], after[axis]
+    if isinstance(new, Partial) or old == new:
+        return None
+    if isinstance(old, Partial):
+        return ALL_REDUCE if isinstance(new, Whole) else REDUCE_SCATTER
+    if isinstance(old, Whole):
+        return SLICE
+    if isinstance(new, Whole):
+        return ALL_GATHER
+    return ALL_TO_ALL if joint_atoms_exist(shape, before, axis, new) else None
+
+
+def joint_atoms_exist(
+    shape: Sequence[int], before: Sharding, axis: int, new: AxisSharding
+) -> bool:
+    """Whether the old and the new split of ``axis`` divide the tensor into common pieces."""
+    old = before[axis]
+    assert isinstance(old, Split) and isinstance(new, Split)
+    if old.dim != new.dim:
+        return True
+    splits = [*dim_splits(before, old.dim), (len(before), new)]
+    pieces = dim_atoms(shape[old.dim], splits)
+    return pieces is not None
+
+
+def step_bytes(kind: TensorType, step: Step) -> int:
+    """Bytes of the tensor the collective joins or divides: whole over the step's axis."""
+    if step.kind == ALL_TO_ALL:
+        return max_local_elements(kind.shape, step.before) * DTYPE_BYTES[kind.dtype]
+    full = tuple(WHOLE if a == step.axis else s for a, s in enumerate(step.before))
+    return max_local_elements(kind.shape, full) * DTYPE_BYTES[kind.dtype]
+
+
+def replaced(sharding: Sharding, axis: int, new: AxisSharding) -> Sharding:
+    """The sharding with one axis changed."""
+    return sharding[:axis] + (new,) + sharding[axis + 1 :]
+
+
+def step_s(kind: TensorType, step: Step, collective_s: CollectiveSeconds) -> float:
+    """Seconds of a step; a slice is free."""
+    if step.kind == SLICE:
+        return 0.0
+    return collective_s(step.kind, step_bytes(kind, step), step.axis)
+
+
+def steps_towards(
+    kind: TensorType, now: Sharding, target: Sharding, mesh: Mesh
+) -> Iterable[Step]:
+    """Steps that bring one axis to its target or to whole."""
+    for axis, (old, wanted) in enumerate(zip(now, target, strict=True)):
+        for new in {wanted, WHOLE} if old != wanted else ():
+            after = replaced(now, axis, new)
+            what = step_kind(kind.shape, now, after, axis)
+            if what is not None and is_legal(kind.shape, after, mesh, empty=True):
+                yield Step(what, axis, now, after)
+
+
+def cheapest_path(
+    kind: TensorType,
+    starts: Mapping[Sharding, object] | Sequence[Sharding],
+    target: Sharding,
+    mesh: Mesh,
+    collective_s: CollectiveSeconds,
+) -> tuple[Step, ...] | None:
+    """Cheapest steps from any of ``starts`` to ``target``, by seconds then by their number.
+
+    None if the target cannot be reached (a partial target from a complete value).
+    """
+    queue: list[tuple[float, int, int, Sharding]] = []
+    best: dict[Sharding, tuple[float, int]] = {}
+    came: dict[Sharding, Step] = {}
+    for order, start in enumerate(starts):
+        best[start] = (0.0, 0)
+        heapq.heappush(queue, (0.0, 0, order, start))
+    count = len(queue)
+    while queue:
+        seconds, hops, _, now = heapq.heappop(queue)
+        if (seconds, hops) > best[now]:
+            continue
+        if now == target:
+            path: list[Step] = []
+            while now in came:
+                path.append(came[now])
+                now = came[now].before
+            return tuple(reversed(path))
+        for step in sorted(steps_towards(kind, now, target, mesh), key=lambda s: (s.axis, s.kind)):
+            cost = (seconds + step_s(kind, step, collective_s), hops + 1)
+            if step.after not in best or cost < best[step.after]:
+                best[step.after] = cost
+                came[step.after] = step
+                count += 1
+                heapq.heappush(queue, (*cost, count, step.after))
+    return None

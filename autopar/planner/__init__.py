@@ -1,0 +1,1 @@
+"""Search, lower, simulate, tighten: from an analysed step to a plan."""

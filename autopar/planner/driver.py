@@ -1,0 +1,368 @@
+"""The loop above search and lowering.
+
+Every mesh worth trying is solved; the best few are lowered without tensors and simulated; the plan
+is the one that the simulator finds fastest and within memory. If the program needs more than the
+model of the search said, the limit is tightened by the difference and the mesh is solved again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from autopar.cost.node import NodeCost, axis_seconds
+from autopar.errors import InfeasibleError, SearchTimeoutError
+from autopar.hint import Hint
+from autopar.ir.graph import INPUT, Graph
+from autopar.ir.sharding import Mesh, Split
+from autopar.lower.program import Instruction, Program
+from autopar.lower.simulate import Simulation, simulate
+from autopar.lower.spmd import lower
+from autopar.plan.records import (
+    CollectivePlan,
+    Memory,
+    Plan,
+    Prediction,
+    SearchReport,
+    StagePlan,
+)
+from autopar.planner.hints import Settled, settle
+from autopar.search.analysis import Analysis
+from autopar.search.build import Built, StateBytes, build_problem, decode, describe_mesh
+from autopar.search.intra import solve
+from autopar.search.outer import meshes
+from autopar.search.problem import Solution
+from cost_models.cluster import Cluster
+from cost_models.compute import op_s
+
+ROUNDS = 6
+"""Times a mesh is solved again with a tighter memory limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What to plan.
+
+    Attributes:
+        model: Name of the model.
+        fingerprint: Of the captured step.
+        cluster: Where.
+        hints: Restrictions of the user.
+        state_bytes_per_element: Optimizer state, bytes an element.
+        time_limit_s: For the whole search.
+        memory_fraction: Usable part of a device's memory; None for the cluster's own.
+    """
+
+    model: str
+    fingerprint: str
+    cluster: Cluster
+    hints: tuple[Hint, ...] = ()
+    state_bytes_per_element: float = 8.0
+    time_limit_s: float = 120.0
+    memory_fraction: float | None = None
+    capture_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One solved and simulated mesh."""
+
+    mesh: Mesh
+    built: Built
+    solution: Solution
+    stage: StagePlan
+    simulation: Simulation
+    memory: Memory
+    update_s: float
+
+    @property
+    def step_s(self) -> float:
+        return self.simulation.seconds + self.update_s
+
+
+def make_plan(analysis: Analysis, request: Request) -> Plan:
+    """The fastest plan within memory that the hints allow.
+
+    Raises:
+        HintError: A hint matches nothing or contradicts another.
+        InfeasibleError: It is proven that no plan fits the memory.
+        SearchTimeoutError: The time ran out before a plan was found.
+    """
+    start = time.perf_counter()
+    settled = settle(analysis, request.cluster, request.hints, request.memory_fraction)
+    tried: list[tuple[str, float | None]] = []
+    found: list[Candidate] = []
+    failures: list[_Failure] = []
+    for mesh in meshes(request.cluster, settled.degrees):
+        left = request.time_limit_s - (time.perf_counter() - start)
+        outcome = _try_mesh(analysis, request, settled, mesh, max(left, 1.0))
+        if isinstance(outcome, Candidate):
+            found.append(outcome)
+            tried.append((describe_mesh(mesh), outcome.solution.objective_s))
+        else:
+            failures.append(outcome)
+            tried.append((describe_mesh(mesh), None))
+    if not found:
+        raise _nothing_fits(analysis, settled, failures)
+    best = min(found, key=lambda c: c.step_s)
+    return _plan(analysis, request, settled, best, found, tried, time.perf_counter() - start)
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """A mesh without a plan: its name, whether that is proven, and the least bytes seen."""
+
+    mesh: Mesh
+    proven: bool
+    least_bytes: float
+
+
+def _try_mesh(
+    analysis: Analysis, request: Request, settled: Settled, mesh: Mesh, time_limit_s: float
+) -> Candidate | _Failure:
+    cost = NodeCost(request.cluster.device(0), mesh, axis_seconds(request.cluster, mesh))
+    states = StateBytes(
+        per_element=request.state_bytes_per_element,
+        update_bytes_per_s=request.cluster.device(0).memory_bytes_per_s,
+    )
+    built = build_problem(
+        analysis,
+        mesh,
+        cost,
+        states,
+        settled.restrictions,
+        memory_limit_bytes=settled.memory_limit_bytes,
+    )
+    limit = float(settled.memory_limit_bytes)
+    least = float("inf")
+    for _ in range(ROUNDS):
+        problem = replace(built.problem, memory_limit_bytes=limit)
+        solution = solve(problem, time_limit_s=time_limit_s)
+        if not solution.choice:
+            if least == float("inf"):
+                least = _least_bytes(built, time_limit_s)
+            return _Failure(mesh, solution.status == "infeasible", least)
+        candidate = evaluate(analysis, request, cost, built, solution)
+        used = candidate.memory.total_bytes
+        if used <= settled.memory_limit_bytes:
+            return candidate
+        least = min(least, used)
+        excess = used - settled.memory_limit_bytes
+        limit = min(limit, max(solution.memory_bytes)) - max(excess, 0.02 * limit)
+    return _Failure(mesh, False, least)
+
+
+def _least_bytes(built: Built, time_limit_s: float) -> float:
+    """Least memory of any choice: the same program with bytes as the objective."""
+    nodes = tuple(
+        replace(
+            node,
+            seconds=tuple(
+                (held + own) / 2**30
+                for held, own in zip(node.resident_bytes, node.gradient_bytes, strict=True)
+            ),
+        )
+        for node in built.problem.nodes
+    )
+    values = tuple(
+        replace(value, arcs=tuple(replace(arc, seconds=0.0) for arc in value.arcs))
+        for value in built.problem.values
+    )
+    problem = replace(built.problem, nodes=nodes, values=values, memory_limit_bytes=None)
+    solution = solve(problem, time_limit_s=time_limit_s)
+    return max(solution.memory_bytes) if solution.choice else float("inf")
+
+
+def evaluate(
+    analysis: Analysis, request: Request, cost: NodeCost, built: Built, solution: Solution
+) -> Candidate:
+    """Lower a solution for the rank that holds most, and simulate it."""
+    stage = decode(built, analysis, solution)
+    program = lower(
+        analysis.graph,
+        analysis.rules,
+        stage,
+        (0,) * len(built.mesh.sizes),
+        cost.collective_s,
+    )
+    simulation = simulate(program, instruction_seconds(request.cluster, program), cost.collective_s)
+    memory = predicted_memory(program, simulation, request.state_bytes_per_element)
+    moved = 2 * (memory.parameters_bytes + memory.optimizer_bytes) + _gradient_bytes(program)
+    update_s = moved / request.cluster.device(0).memory_bytes_per_s
+    return Candidate(built.mesh, built, solution, stage, simulation, memory, update_s)
+
+
+def instruction_seconds(cluster: Cluster, program: Program) -> _InstructionSeconds:
+    """Prices compute instructions of a program on the cluster's device."""
+    return _InstructionSeconds(cluster, program)
+
+
+class _InstructionSeconds:
+    """Seconds of instructions, remembered by what decides them."""
+
+    def __init__(self, cluster: Cluster, program: Program) -> None:
+        self._device = cluster.device(0)
+        self._cached = lru_cache(maxsize=1 << 14)(self._seconds)
+
+    def __call__(self, instruction: Instruction, moved: int) -> float:
+        kind = "memory"
+        if instruction.flops:
+            kind = "attention" if instruction.op.startswith("autopar.attention") else "matmul"
+        return self._cached(kind, instruction.flops, moved, instruction.outputs[0].dtype)
+
+    def _seconds(self, kind: str, flops: int, moved: int, dtype: str) -> float:
+        return op_s(self._device, kind=kind, flops=flops, bytes_moved=moved, dtype=dtype)
+
+
+def predicted_memory(
+    program: Program, simulation: Simulation, state_bytes_per_element: float
+) -> Memory:
+    """Bytes by kind at the peak: of the step, or of the update if that holds more."""
+    entered = simulation.input_bytes
+    held = sum(
+        item.local_type.num_elements
+        for item in program.inputs
+        if item.kind == "parameter" and item.target in program.gradients
+    )
+    optimizer = int(held * state_bytes_per_element)
+    gradients = _gradient_bytes(program)
+    saved, finished = simulation.saved_bytes, simulation.gradient_bytes
+    transient = simulation.peak_bytes - saved - finished
+    if gradients > simulation.peak_bytes:
+        saved, finished, transient = 0, gradients, 0
+    return Memory(
+        parameters_bytes=entered.get("parameter", 0),
+        gradients_bytes=finished,
+        optimizer_bytes=optimizer,
+        saved_bytes=saved,
+        transient_bytes=transient,
+        inputs_bytes=entered.get("input", 0) + entered.get("constant", 0),
+        buffers_bytes=entered.get("buffer", 0),
+    )
+
+
+def _gradient_bytes(program: Program) -> int:
+    types = {item.target: item.local_type for item in program.inputs if item.kind == "parameter"}
+    return sum(types[name].num_bytes for name in program.gradients)
+
+
+def _nothing_fits(
+    analysis: Analysis, settled: Settled, failures: Sequence[_Failure]
+) -> InfeasibleError | SearchTimeoutError:
+    least = min((f.least_bytes for f in failures), default=float("inf"))
+    limit = settled.memory_limit_bytes
+    if not all(f.proven or f.least_bytes < float("inf") for f in failures):
+        return SearchTimeoutError(
+            f"cannot find a plan within the time limit over {len(failures)} meshes; raise "
+            "options.time_limit_s or fix degrees with hint.degrees"
+        )
+    biggest = max(
+        (n for n in analysis.graph.nodes if n.op == "parameter"),
+        key=lambda n: n.outputs[0].num_bytes,
+        default=None,
+    )
+    largest = "" if biggest is None else f", the largest parameter is {biggest.target!r}"
+    return InfeasibleError(
+        f"cannot fit the step into {limit / 2**30:.3g} GiB a rank: the least found over "
+        f"{len(failures)} meshes needs {least / 2**30:.3g} GiB{largest}; use more ranks, a smaller "
+        "batch, or raise hint.memory_limit"
+    )
+
+
+def _plan(
+    analysis: Analysis,
+    request: Request,
+    settled: Settled,
+    best: Candidate,
+    found: Sequence[Candidate],
+    tried: Sequence[tuple[str, float | None]],
+    seconds: float,
+) -> Plan:
+    graph = analysis.graph
+    bound = min(c.solution.bound_s for c in found)
+    objective = best.solution.objective_s
+    optimal = all(c.solution.status == "optimal" for c in found)
+    return Plan(
+        model=request.model,
+        fingerprint=request.fingerprint,
+        cluster=request.cluster.name,
+        cluster_ranks=request.cluster.num_devices,
+        batch={n.target: n.outputs[0] for n in graph.sources(INPUT)},
+        hints=tuple(str(h) for h in request.hints),
+        stages=(best.stage,),
+        notes=tuple(_notes(analysis, best)),
+        memory_limit_bytes=int(settled.memory_limit_bytes),
+        prediction=_prediction(best),
+        search=SearchReport(
+            status="optimal" if optimal else "feasible",
+            objective_s=objective,
+            bound_s=bound,
+            gap=max(0.0, (objective - bound) / objective) if objective else 0.0,
+            seconds=seconds,
+            capture_s=request.capture_s,
+            meshes=tuple(tried),
+            num_nodes=len(graph.nodes),
+            num_classes=len(analysis.folding.classes),
+            num_strategies=best.built.num_strategies,
+            num_variables=best.solution.num_variables,
+        ),
+        modules=_modules(graph),
+    )
+
+
+def _prediction(best: Candidate) -> Prediction:
+    simulation = best.simulation
+    return Prediction(
+        step_s=best.step_s,
+        compute_s=simulation.compute_s,
+        communication_s=simulation.communication_s,
+        exposed_s=simulation.exposed_s,
+        optimizer_s=best.update_s,
+        memory=best.memory,
+        collectives=tuple(
+            CollectivePlan(
+                kind=use.kind,
+                axis=best.mesh.names[use.axis],
+                purpose=use.purpose,
+                count=use.count,
+                tensor_bytes=use.tensor_bytes,
+                predicted_s=use.seconds,
+            )
+            for use in simulation.collectives
+        ),
+    )
+
+
+def _modules(graph: Graph) -> Mapping[str, str]:
+    return {node.name: node.source.module for node in graph.nodes if node.source.module}
+
+
+def _notes(analysis: Analysis, best: Candidate) -> list[str]:
+    """What a user should know of this plan."""
+    notes = []
+    whole_ops = sorted(
+        {
+            node.op
+            for node in analysis.graph.nodes
+            if node.name in analysis.rules
+            and not analysis.rules[node.name].factors()
+            and max((t.num_elements for t in node.outputs), default=0) > 1
+            and node.name not in analysis.steady
+        }
+    )
+    if whole_ops:
+        notes.append(f"computed whole on every rank: {', '.join(whole_ops)}")
+    for axis, ranks in enumerate(best.mesh.sizes):
+        if ranks > 1 and not any(
+            isinstance(sharding[axis], Split)
+            for node in best.stage.nodes
+            for sharding in (*node.operands, *node.outputs)
+        ):
+            notes.append(
+                f"mesh axis {best.mesh.names[axis]!r} of {ranks} ranks splits nothing: its ranks "
+                "repeat each other's work"
+            )
+    return notes
+

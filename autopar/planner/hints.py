@@ -1,0 +1,98 @@
+"""Hints checked against a model and a cluster, and settled into what the search needs."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from autopar.errors import HintError, UnsupportedError
+from autopar.hint import Degrees, Hint, MemoryLimit, Microbatches, Replicate, Shard
+from autopar.ir.graph import PARAMETER
+from autopar.search.analysis import Analysis
+from autopar.search.restrict import Restrictions, matching
+from cost_models.cluster import Cluster
+
+_Hint = TypeVar("_Hint", bound=Hint)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settled:
+    """Hints in force.
+
+    Attributes:
+        degrees: The one ``hint.degrees``, or None.
+        restrictions: What the search must keep to.
+        memory_limit_bytes: Bytes a rank may use.
+    """
+
+    degrees: Degrees | None
+    restrictions: Restrictions
+    memory_limit_bytes: int
+
+
+def settle(
+    analysis: Analysis, cluster: Cluster, hints: Sequence[Hint], memory_fraction: float | None
+) -> Settled:
+    """The hints in force.
+
+    Raises:
+        HintError: A hint matches nothing, repeats another or names an axis that is not there.
+        UnsupportedError: A hint asks for what this version does not do.
+    """
+    degrees = _only(hints, Degrees, "hint.degrees")
+    limit = _only(hints, MemoryLimit, "hint.memory_limit")
+    for hint in hints:
+        if isinstance(hint, Microbatches) and hint.count > 1:
+            raise UnsupportedError(
+                f"cannot plan {hint.count} microbatches: this version runs the batch as one; drop "
+                "the hint"
+            )
+    parameters = tuple(h for h in hints if isinstance(h, Shard | Replicate))
+    names = [node.target for node in analysis.graph.sources(PARAMETER)]
+    names += list(analysis.graph.aliases)
+    for hint in parameters:
+        check_pattern(hint.pattern, names)
+    _check_conflicts(parameters, names)
+    device = cluster.device(0)
+    fraction = cluster.usable_memory_fraction if memory_fraction is None else memory_fraction
+    usable = int(device.memory_bytes * fraction)
+    return Settled(
+        degrees=degrees,
+        restrictions=Restrictions(
+            zero=None if degrees is None else degrees.zero, parameters=parameters
+        ),
+        memory_limit_bytes=usable if limit is None else limit.limit_bytes,
+    )
+
+
+def _only(hints: Sequence[Hint], kind: type[_Hint], name: str) -> _Hint | None:
+    found = [h for h in hints if isinstance(h, kind)]
+    if len(found) > 1:
+        raise HintError(f"cannot use {len(found)} {name} hints: give one that says all")
+    return found[0] if found else None
+
+
+def check_pattern(pattern: str, names: Sequence[str]) -> None:
+    """Refuse a pattern that matches no parameter, naming near misses."""
+    if any(matching(pattern, name) for name in names):
+        return
+    modules = {name.rpartition(".")[0] for name in names} - {""}
+    bare = pattern.strip("*.")
+    near = difflib.get_close_matches(bare, [*names, *sorted(modules)], n=3, cutoff=0.3)
+    near = near or [name for name in names if bare.split(".")[-1] in name][:3] or list(names[:3])
+    raise HintError(
+        f"cannot apply hint {pattern!r}: no parameter or module matches; did you mean "
+        f"{', '.join(repr(name) for name in near)}?"
+    )
+
+
+def _check_conflicts(hints: Sequence[Shard | Replicate], names: Sequence[str]) -> None:
+    for name in names:
+        own = [h for h in hints if matching(h.pattern, name)]
+        if any(isinstance(h, Replicate) for h in own) and any(isinstance(h, Shard) for h in own):
+            texts = " and ".join(str(h) for h in own)
+            raise HintError(
+                f"cannot apply {texts} to {name!r}: one splits it, the other keeps it whole; drop one"
+            )

@@ -1,0 +1,1 @@
+"""The search over shardings: problems in, choices out; no torch."""

@@ -1,0 +1,117 @@
+"""What the search knows of a captured step before any mesh is chosen.
+
+Rules, views, classes of repeated nodes, the places where dims may be cut, and which pieces of
+which factors come from the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.ir.alias import Alias, resolve_aliases
+from autopar.ir.graph import INPUT, PARAMETER, SOURCE_OPS, Graph, Node, Ref, TensorType
+from autopar.rules.notation import Rule, RuleMaker
+from autopar.rules.strategies import cut_sets, trace_factor
+from autopar.rules.table import rule_for
+from autopar.search.fold import Folding, fold, signature
+
+Pieces = Mapping[str, Mapping[str, frozenset[tuple[int, int]]]]
+"""Node to factor to pieces (outer, size) of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Analysis:
+    """A captured step, analysed.
+
+    Attributes:
+        graph: The step.
+        rules: Rule of every node that is not a source.
+        aliases: Every view resolved to its root.
+        folding: Classes of repeated nodes.
+        cuts: Where factors may be cut.
+        batch: Pieces that come from the batch dim of the inputs.
+        sequence: Pieces that come from the sequence dim of the inputs.
+        steady: Nodes that depend on no parameter and no floating-point input.
+    """
+
+    graph: Graph
+    rules: Mapping[str, Rule]
+    aliases: Mapping[Ref, Alias]
+    folding: Folding
+    cuts: Pieces
+    batch: Pieces
+    sequence: Pieces
+    steady: frozenset[str]
+
+    def root(self, ref: Ref) -> Alias:
+        """The value that owns the data of ``ref`` and the views between them."""
+        return self.aliases.get(ref, Alias(ref))
+
+    def operand_types(self, node: Node) -> tuple[TensorType, ...]:
+        return tuple(self.graph.type_of(ref) for ref in node.operands)
+
+
+def analyse(
+    graph: Graph, extra: Mapping[str, RuleMaker] | None = None, *, folded: bool = True
+) -> Analysis:
+    """The analysis of a captured step.
+
+    Args:
+        graph: The step.
+        extra: Rules of the user by op.
+        folded: Whether repeated blocks become classes.
+
+    Raises:
+        MissingRuleError: An op has no rule.
+    """
+    rules = _rules(graph, extra or {})
+    aliases = resolve_aliases(graph, lambda n: n.op not in SOURCE_OPS and rules[n.name].alias)
+    return Analysis(
+        graph=graph,
+        rules=rules,
+        aliases=aliases,
+        folding=fold(graph, aliases, enabled=folded),
+        cuts=cut_sets(graph, rules),
+        batch=trace_factor(graph, rules, _starts(graph, 0)),
+        sequence=trace_factor(graph, rules, _starts(graph, 1)),
+        steady=_steady(graph),
+    )
+
+
+def _rules(graph: Graph, extra: Mapping[str, RuleMaker]) -> Mapping[str, Rule]:
+    """Rules, made once for nodes with the same signature."""
+    made: dict[object, Rule] = {}
+    rules: dict[str, Rule] = {}
+    for node in graph.nodes:
+        if node.op in SOURCE_OPS:
+            continue
+        key = signature(node, graph, {})
+        rule = made.get(key)
+        if rule is None:
+            types = tuple(graph.type_of(ref) for ref in node.operands)
+            rule = made[key] = rule_for(node, types, extra)
+        rules[node.name] = rule
+    return rules
+
+
+def _starts(graph: Graph, behind: int) -> Mapping[Ref, tuple[int, int, int]]:
+    """(dim, outer, size) of the dim ``behind`` the batch dim of every input."""
+    found = {}
+    for node in graph.sources(INPUT):
+        dim = graph.batch_dims.get(node.target)
+        shape = node.outputs[0].shape
+        if dim is not None and dim + behind < len(shape):
+            found[Ref(node.name)] = (dim + behind, 1, shape[dim + behind])
+    return found
+
+
+def _steady(graph: Graph) -> frozenset[str]:
+    """Nodes computed from ids, positions and constants alone."""
+    moving: set[str] = set()
+    for node in graph.nodes:
+        if node.op == PARAMETER or (node.op == INPUT and node.outputs[0].is_floating):
+            moving.add(node.name)
+        elif any(ref.node in moving for ref in node.operands):
+            moving.add(node.name)
+    return frozenset(n.name for n in graph.nodes if n.name not in moving)

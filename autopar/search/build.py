@@ -1,0 +1,559 @@
+"""From an analysed step and a mesh to the problem of the intra-op program, and back to a plan."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from autopar.cost.node import NodeCost, local_bytes
+from autopar.cost.reshard import CollectiveSeconds, Step, replaced, step_kind, step_s
+from autopar.errors import HintError
+from autopar.ir.alias import Alias, through
+from autopar.ir.graph import (
+    DTYPE_BYTES,
+    INPUT,
+    PARAMETER,
+    SOURCE_OPS,
+    Node,
+    Phase,
+    Ref,
+    TensorType,
+)
+from autopar.ir.sharding import (
+    SUM,
+    WHOLE,
+    AxisSharding,
+    Mesh,
+    Partial,
+    Sharding,
+    Split,
+    is_legal,
+    text,
+    whole,
+)
+from autopar.plan.records import NodePlan, ParameterPlan, StagePlan
+from autopar.rules.strategies import Strategy, strategies
+from autopar.search.analysis import Analysis
+from autopar.search.problem import Arc, Choices, Need, Problem, Solution, Value
+from autopar.search.restrict import Restrictions, RoleFilter, parameter_allows, zero_allows
+
+STEADY_BYTES = 1 << 22
+"""Values of ids and positions up to this size are simply made whole on every rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateBytes:
+    """What the update of a parameter holds and moves.
+
+    Attributes:
+        per_element: Optimizer state, bytes an element of the parameter.
+        update_bytes_per_s: Memory bandwidth at which the update runs.
+        gradient_bytes_per_element: Bytes of an element of the gradient; None for the parameter's.
+    """
+
+    per_element: float
+    update_bytes_per_s: float
+    gradient_bytes_per_element: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Class:
+    """A class of nodes with the shardings behind its choices."""
+
+    members: tuple[str, ...]
+    node: Node
+    strategies: tuple[Strategy, ...]
+
+
+@dataclass(slots=True)
+class _Layouts:
+    """Numbered shardings of one value."""
+
+    kind: TensorType
+    index: dict[Sharding, int] = field(default_factory=dict)
+
+    def number(self, sharding: Sharding) -> int:
+        return self.index.setdefault(sharding, len(self.index))
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A problem and what its numbers stand for.
+
+    Attributes:
+        problem: For the solver.
+        classes: Class of every entry of ``problem.nodes``.
+        layouts: Shardings of every entry of ``problem.values``, by number.
+        roots: Members of every entry of ``problem.values``.
+        mesh: The mesh it was built for.
+    """
+
+    problem: Problem
+    classes: tuple[_Class, ...]
+    layouts: tuple[tuple[Sharding, ...], ...]
+    roots: tuple[tuple[Ref, ...], ...]
+    mesh: Mesh
+
+    @property
+    def num_strategies(self) -> int:
+        return sum(len(c.strategies) for c in self.classes)
+
+
+class _Builder:
+    """Working state of one call of `build_problem`."""
+
+    def __init__(
+        self,
+        analysis: Analysis,
+        mesh: Mesh,
+        cost: NodeCost,
+        states: StateBytes,
+        restrictions: Restrictions,
+    ) -> None:
+        self.analysis = analysis
+        self.graph = analysis.graph
+        self.mesh = mesh
+        self.cost = cost
+        self.states = states
+        self.restrictions = restrictions
+        self.roles = RoleFilter(analysis, mesh)
+        self.gradients = dict(analysis.graph.gradients)
+        self.classes = tuple(self._class(names) for names in analysis.folding.classes)
+
+    def _class(self, names: tuple[str, ...]) -> _Class:
+        node = self.graph.by_name[names[0]]
+        if node.op in SOURCE_OPS:
+            return _Class(names, node, self._source_choices(node, names))
+        rule = self.analysis.rules[node.name]
+        types = self.analysis.operand_types(node)
+        everything = whole(self.mesh)
+        small = sum(t.num_bytes for t in node.outputs) <= STEADY_BYTES
+        if node.name in self.analysis.steady and small:
+            only = Strategy((everything,) * len(types), (everything,) * len(node.outputs))
+            return _Class(names, node, (only,))
+        found = strategies(
+            rule,
+            types,
+            node.outputs,
+            self.mesh,
+            cuts=self.analysis.cuts.get(node.name, {}),
+            allow=lambda axis, factor, outer, block: self.roles.allow(
+                node, axis, factor, outer, block
+            ),
+        )
+        legal = [s for s in found if self._reachable(node, s)]
+        kept = self.roles.required(node, legal)
+        if not kept:
+            raise HintError(
+                f"cannot shard {node.op!r} in {node.source}: the hints on its parameters leave "
+                "no strategy; drop one of them"
+            )
+        return _Class(names, node, kept)
+
+    def _source_choices(self, node: Node, names: Sequence[str]) -> tuple[Strategy, ...]:
+        everything = whole(self.mesh)
+        if node.op == PARAMETER:
+            found = self._stored(node, [self.graph.by_name[n].target for n in names])
+        elif node.op == INPUT:
+            found = self._input_choices(node)
+        else:
+            found = (everything,)
+        return tuple(Strategy((), (sharding,)) for sharding in found)
+
+    def _input_choices(self, node: Node) -> tuple[Sharding, ...]:
+        """Whole, or the batch dim over any axes (nested in mesh order)."""
+        dim = self.graph.batch_dims.get(node.target)
+        shape = node.outputs[0].shape
+        if dim is None:
+            return (whole(self.mesh),)
+        allowed = [role in ("", "dp") for role in self.mesh.roles]
+        found = plain_shardings(shape, self.mesh, dims=(dim,), axes=allowed)
+        return tuple(s for s in found if is_legal(shape, s, self.mesh))
+
+    def _stored(self, node: Node, names: Sequence[str]) -> tuple[Sharding, ...]:
+        shape = node.outputs[0].shape
+        everything = plain_shardings(shape, self.mesh, dims=range(len(shape)))
+        legal = [s for s in everything if is_legal(shape, s, self.mesh, empty=True)]
+        hinted = [
+            s
+            for s in legal
+            if all(parameter_allows(self.restrictions, self.mesh, name, s) for name in names)
+        ]
+        trainable = names[0] in self.gradients
+        zeroed = zero_allows(self.restrictions.zero if trainable else None, self.mesh, hinted)
+        if not zeroed:
+            raise HintError(
+                f"cannot store parameter {names[0]!r} of shape {list(shape)} as the hints say: no "
+                f"sharding over mesh {describe_mesh(self.mesh)} fits; choose another dim or axis"
+            )
+        return zeroed
+
+    def _reachable(self, node: Node, strategy: Strategy) -> bool:
+        """Whether every operand's sharding exists on the value behind its views."""
+        for ref, sharding in zip(node.operands, strategy.operands, strict=True):
+            alias = self.analysis.root(ref)
+            at_root = self._at_root(alias, sharding)
+            if at_root is None:
+                return False
+            root = self.graph.by_name[alias.root.node]
+            if not is_legal(root.outputs[alias.root.index].shape, at_root, self.mesh):
+                return False
+            if root.op == PARAMETER and not parameter_allows(
+                self.restrictions, self.mesh, root.target, at_root
+            ):
+                return False
+            if root.op in SOURCE_OPS and any(isinstance(axis, Partial) for axis in at_root):
+                return False
+        return True
+
+    def _at_root(self, alias: Alias, sharding: Sharding) -> Sharding | None:
+        rules, sizes = self.analysis.rules, self.mesh.sizes
+        return through(
+            sharding,
+            tuple(reversed(alias.chain)),
+            lambda name, s: rules[name].carry_back(s, sizes),
+        )
+
+    # -- values ---------------------------------------------------------------------------------
+
+    def values(self) -> tuple[tuple[Value, ...], list[tuple[Ref, ...]], list[_Layouts]]:
+        """The value classes, their members and their layouts."""
+        readers = self._readers()
+        members: dict[object, list[Ref]] = {}
+        for root, ports in readers.items():
+            key = (self._class_of(root.node), root.index, frozenset(ports))
+            members.setdefault(key, []).append(root)
+        values, roots, layouts = [], [], []
+        for group in members.values():
+            made = self._value(group, readers[group[0]])
+            if made is not None:
+                values.append(made[0])
+                layouts.append(made[1])
+                roots.append(tuple(group))
+        return tuple(values), roots, layouts
+
+    def _class_of(self, name: str) -> int:
+        return self.analysis.folding.of[name]
+
+    def _readers(self) -> dict[Ref, dict[tuple[object, ...], tuple[str, Ref]]]:
+        """For every root: (class, port) to (reading node, value as it reads it)."""
+        found: dict[Ref, dict[tuple[object, ...], tuple[str, Ref]]] = {}
+        for node in self.graph.nodes:
+            if node.op in SOURCE_OPS or Ref(node.name) in self.analysis.aliases:
+                continue
+            for port, ref in enumerate(node.operands):
+                root = self.analysis.root(ref).root
+                key = (self._class_of(node.name), port)
+                found.setdefault(root, {})[key] = (node.name, ref)
+        names = {n.target: n.name for n in self.graph.sources(PARAMETER)}
+        for name, ref in self.graph.gradients.items():
+            root = self.analysis.root(ref).root
+            owner = names[name]
+            found.setdefault(root, {})[(self._class_of(owner), "gradient")] = (owner, ref)
+        results = [] if self.graph.loss is None else [self.graph.loss]
+        results += [ref for _, ref in self.graph.aux]
+        results += list(self.graph.mutations.values())
+        for ref in results:
+            root = self.analysis.root(ref).root
+            found.setdefault(root, {})[("result", str(ref))] = ("", ref)
+        return found
+
+    def _value(
+        self,
+        group: Sequence[Ref],
+        readers: Mapping[tuple[object, ...], tuple[str, Ref]],
+    ) -> tuple[Value, _Layouts] | None:
+        root = group[0]
+        node = self.graph.by_name[root.node]
+        producer = self._class_of(root.node)
+        layouts = _Layouts(node.outputs[root.index])
+        gives = tuple(
+            layouts.number(s.outputs[root.index]) for s in self.classes[producer].strategies
+        )
+        forward, backward, fixed = [], [], []
+        for key, (reader, ref) in readers.items():
+            if key[0] == "result":
+                fixed.append(layouts.number(whole(self.mesh)))
+                continue
+            assert isinstance(key[0], int)
+            needed = self._needed(key[0], key[1], ref)
+            need = Need(key[0], tuple(layouts.number(s) for s in needed))
+            late = key[1] == "gradient" or self.graph.by_name[reader].phase is Phase.BACKWARD
+            crosses = late and node.phase is Phase.FORWARD
+            (backward if crosses else forward).append(need)
+        arcs = self._arcs(layouts, len(group))
+        size = [local_bytes(layouts.kind, s) * len(group) for s in layouts.index]
+        return (
+            Value(
+                name=str(root),
+                producer=producer,
+                gives=gives,
+                num_layouts=len(layouts.index),
+                arcs=arcs,
+                forward=tuple(dict.fromkeys(forward)),
+                backward=tuple(dict.fromkeys(backward)),
+                kept_bytes=tuple(float(s) for s in size),
+                persistent=node.op in SOURCE_OPS,
+                fixed_needs=tuple(sorted(set(fixed))),
+                no_keep=self._not_kept(node, layouts),
+            ),
+            layouts,
+        )
+
+    def _needed(self, reader: int, port: object, ref: Ref) -> list[Sharding]:
+        """Sharding of the root that each choice of the reading class needs."""
+        alias = self.analysis.root(ref)
+        needed = []
+        for strategy in self.classes[reader].strategies:
+            wanted = strategy.outputs[0] if port == "gradient" else strategy.operands[port]  # type: ignore[index]
+            at_root = self._at_root(alias, wanted)
+            assert at_root is not None, (ref, wanted)
+            needed.append(at_root)
+        return needed
+
+    def _not_kept(self, node: Node, layouts: _Layouts) -> frozenset[int]:
+        """Partial values are not kept; under ZeRO-3 no gathered parameter is."""
+        found = {
+            number
+            for sharding, number in layouts.index.items()
+            if any(isinstance(axis, Partial) for axis in sharding)
+        }
+        if node.op == PARAMETER and self.restrictions.zero == 3:
+            axes = [a for a, role in enumerate(self.mesh.roles) if role in ("dp", "cp")]
+            axes = axes or ([] if any(self.mesh.roles) else list(range(len(self.mesh.sizes))))
+            stored = {s.outputs[0] for s in self.classes[self._class_of(node.name)].strategies}
+            for axis in axes:
+                if all(s[axis] != WHOLE for s in stored):
+                    found |= {n for s, n in layouts.index.items() if s[axis] == WHOLE}
+        return frozenset(found)
+
+    def _arcs(self, layouts: _Layouts, count: int) -> tuple[Arc, ...]:
+        """Useful changes of layout, adding the layouts between."""
+        kind = layouts.kind
+        known = list(layouts.index)
+        options: list[set[AxisSharding]] = [
+            {s[axis] for s in known} | {WHOLE} for axis in range(len(self.mesh.sizes))
+        ]
+        for mixed in itertools.product(*(sorted(o, key=_order) for o in options)):
+            if is_legal(kind.shape, mixed, self.mesh, empty=True):
+                layouts.number(mixed)
+        arcs = []
+        for before, tail in layouts.index.items():
+            for axis, choices in enumerate(options):
+                for new in choices:
+                    after = replaced(before, axis, new)
+                    head = layouts.index.get(after)
+                    what = None if head is None else step_kind(kind.shape, before, after, axis)
+                    if what is None or head is None:
+                        continue
+                    seconds = step_s(kind, Step(what, axis, before, after), self.cost.collective_s)
+                    arcs.append(Arc(tail, head, seconds * count))
+        return tuple(arcs)
+
+    # -- nodes ----------------------------------------------------------------------------------
+
+    def choices(self) -> tuple[Choices, ...]:
+        return tuple(self._choices(c) for c in self.classes)
+
+    def _choices(self, entry: _Class) -> Choices:
+        count = len(entry.members)
+        none = (0.0,) * len(entry.strategies)
+        if entry.node.op not in SOURCE_OPS:
+            rule = self.analysis.rules[entry.node.name]
+            types = self.analysis.operand_types(entry.node)
+            seconds = tuple(
+                count * self.cost.seconds(entry.node, rule, types, s.operands, s.outputs)
+                for s in entry.strategies
+            )
+            return Choices(
+                name=entry.node.name,
+                count=count,
+                seconds=seconds,
+                resident_bytes=none,
+                gradient_bytes=none,
+            )
+        if entry.node.op != PARAMETER:
+            return Choices(
+                name=entry.node.name,
+                count=count,
+                seconds=none,
+                resident_bytes=none,
+                gradient_bytes=none,
+            )
+        return self._parameter_choices(entry)
+
+    def _parameter_choices(self, entry: _Class) -> Choices:
+        count = len(entry.members)
+        kind = entry.node.outputs[0]
+        trainable = entry.node.target in self.gradients
+        seconds, resident, gradients = [], [], []
+        for strategy in entry.strategies:
+            held = local_bytes(kind, strategy.outputs[0])
+            elements = held / DTYPE_BYTES[kind.dtype]
+            state = elements * self.states.per_element if trainable else 0.0
+            own = self.states.gradient_bytes_per_element or DTYPE_BYTES[kind.dtype]
+            gradient = elements * own if trainable else 0.0
+            moved = 2 * (held + state) + gradient if trainable else 0.0
+            seconds.append(count * moved / self.states.update_bytes_per_s)
+            resident.append(count * (held + state))
+            gradients.append(count * gradient)
+        return Choices(
+            name=entry.node.name,
+            count=count,
+            seconds=tuple(seconds),
+            resident_bytes=tuple(resident),
+            gradient_bytes=tuple(gradients),
+        )
+
+
+def _order(axis: AxisSharding) -> tuple[int, ...]:
+    if isinstance(axis, Split):
+        return (1, axis.dim, axis.outer, axis.block)
+    return (0,) if axis == WHOLE else (2,)
+
+
+def plain_shardings(
+    shape: Sequence[int],
+    mesh: Mesh,
+    *,
+    dims: Iterable[int],
+    axes: Sequence[bool] | None = None,
+) -> tuple[Sharding, ...]:
+    """Shardings that torch's plain ``Shard`` can express: contiguous, nested in mesh order."""
+    dims = tuple(dims)
+    found: list[Sharding] = []
+    for chosen in itertools.product((None, *dims), repeat=len(mesh.sizes)):
+        if axes is not None and any(
+            dim is not None and not allowed for dim, allowed in zip(chosen, axes, strict=True)
+        ):
+            continue
+        sharding: list[AxisSharding] = []
+        rows: dict[int, tuple[int, int]] = {}
+        fits = True
+        for dim, ranks in zip(chosen, mesh.sizes, strict=True):
+            if dim is None or ranks == 1:
+                sharding.append(WHOLE)
+                fits = fits and dim is None
+                continue
+            outer, length = rows.get(dim, (1, shape[dim]))
+            fits = fits and length > 0 and (dim not in rows or length % ranks == 0)
+            block = -(-length // ranks)
+            sharding.append(Split(dim, outer, block))
+            if length % ranks:
+                rows[dim] = (outer * ranks, 0)
+            else:
+                rows[dim] = (outer * ranks, block)
+        if fits:
+            found.append(tuple(sharding))
+    return tuple(dict.fromkeys(found))
+
+
+def describe_mesh(mesh: Mesh) -> str:
+    """``2 x 4 (dp, tp)`` and the like."""
+    sizes = " x ".join(str(size) for size in mesh.sizes)
+    return f"{sizes} ({', '.join(mesh.names)})"
+
+
+def build_problem(
+    analysis: Analysis,
+    mesh: Mesh,
+    cost: NodeCost,
+    states: StateBytes,
+    restrictions: Restrictions,
+    *,
+    memory_limit_bytes: float | None = None,
+    fixed_bytes: float = 0.0,
+) -> Built:
+    """The problem of sharding a step over a mesh.
+
+    Args:
+        analysis: The step.
+        mesh: The mesh.
+        cost: Prices nodes on it.
+        states: Optimizer state and update.
+        restrictions: What hints leave.
+        memory_limit_bytes: Bytes a rank may use; None for no limit.
+        fixed_bytes: Bytes used whatever is chosen.
+
+    Raises:
+        HintError: The hints leave a node or parameter without a choice.
+    """
+    builder = _Builder(analysis, mesh, cost, states, restrictions)
+    nodes = builder.choices()
+    values, roots, layouts = builder.values()
+    problem = Problem(
+        nodes=nodes,
+        values=values,
+        memory_limit_bytes=memory_limit_bytes,
+        fixed_bytes=fixed_bytes,
+    )
+    return Built(
+        problem,
+        builder.classes,
+        tuple(tuple(table.index) for table in layouts),
+        tuple(roots),
+        mesh,
+    )
+
+
+def decode(built: Built, analysis: Analysis, solution: Solution) -> StagePlan:
+    """The stage that a solution stands for."""
+    picked = {
+        name: entry.strategies[choice]
+        for entry, choice in zip(built.classes, solution.choice, strict=True)
+        for name in entry.members
+    }
+    kept: dict[str, tuple[Sharding, ...]] = {}
+    for members, layouts, number in zip(built.roots, built.layouts, solution.kept, strict=True):
+        if number is not None:
+            kept.update({str(ref): (layouts[number],) for ref in members})
+    graph = analysis.graph
+    used = _used(built, analysis, picked)
+    parameters, inputs, nodes = [], {}, []
+    for node in graph.nodes:
+        if node.op == PARAMETER:
+            parameters.append(
+                ParameterPlan(
+                    name=node.target,
+                    type=node.outputs[0],
+                    stored=picked[node.name].outputs[0],
+                    used=used.get(node.name, ()),
+                    trainable=node.target in graph.gradients,
+                )
+            )
+        elif node.op == INPUT:
+            inputs[node.target] = picked[node.name].outputs[0]
+        elif node.name in picked and node.op not in SOURCE_OPS:
+            strategy = picked[node.name]
+            nodes.append(NodePlan(name=node.name, operands=strategy.operands, outputs=strategy.outputs))
+    return StagePlan(
+        mesh=built.mesh,
+        inputs=inputs,
+        parameters=tuple(parameters),
+        nodes=tuple(nodes),
+        kept=kept,
+    )
+
+
+def _used(
+    built: Built, analysis: Analysis, picked: Mapping[str, Strategy]
+) -> Mapping[str, tuple[Sharding, ...]]:
+    """Shardings in which nodes read each parameter."""
+    found: dict[str, dict[Sharding, None]] = {}
+    rules, sizes = analysis.rules, built.mesh.sizes
+    for node in analysis.graph.nodes:
+        if node.op in SOURCE_OPS or node.name not in picked:
+            continue
+        for ref, sharding in zip(node.operands, picked[node.name].operands, strict=True):
+            alias = analysis.root(ref)
+            if analysis.graph.by_name[alias.root.node].op != PARAMETER:
+                continue
+            at_root = through(
+                sharding,
+                tuple(reversed(alias.chain)),
+                lambda name, s: rules[name].carry_back(s, sizes),
+            )
+            assert at_root is not None, text(sharding)
+            found.setdefault(alias.root.node, {})[at_root] = None
+    return {name: tuple(shardings) for name, shardings in found.items()}

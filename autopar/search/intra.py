@@ -1,0 +1,298 @@
+"""The intra-op program: one strategy a class, one flow a need, memory as a constraint.
+
+Variables: ``x[n, c]`` (class n picks choice c, binary), ``k[v, l]`` (value v is kept in layout l),
+``f[d, a]`` (need d uses arc a, continuous), ``p[a]`` (arc a is paid), ``z[v, l]`` (a kept copy of a
+persistent value that is not its own layout).
+
+=====================================================================  =======================
+(1) sum_c x[n, c] = 1                                                  ``_add_choices``
+(2) sum_l k[v, l] = 1 for values that cross into the backward          ``_add_keeps``
+(3) inflow - outflow + source[l] = demand[l] for every need, layout    ``_add_flow``
+(4) f[d, a] <= p[a] for the needs that share an arc                    ``_add_flows``
+(5) z[v, l] >= k[v, l] - sum of x that give l                          ``_add_keeps``
+(6) resident + kept <= limit, resident + gradients <= limit            ``_add_memory``
+=====================================================================  =======================
+
+The objective is the seconds of the picked choices and of the paid arcs. The relaxation is integral
+until memory binds. Solved by HiGHS through MathOpt with one thread, so every run gives one plan.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+from ortools.math_opt import model_pb2
+from ortools.math_opt.solvers import highs_pb2
+from ortools.math_opt.python import mathopt
+
+from autopar.search.problem import Need, Problem, Solution, Value
+
+GAP = 1e-4
+"""Relative gap at which the solver may stop."""
+
+
+@dataclass(slots=True)
+class _Program:
+    """Columns and rows as growing arrays."""
+
+    cost: list[float] = field(default_factory=list)
+    integer: list[bool] = field(default_factory=list)
+    upper: list[float] = field(default_factory=list)
+    low: list[float] = field(default_factory=list)
+    high: list[float] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    cols: list[int] = field(default_factory=list)
+    coefs: list[float] = field(default_factory=list)
+
+    def columns(self, costs: list[float], *, integer: bool = False, upper: float = 1.0) -> range:
+        start = len(self.cost)
+        self.cost += costs
+        self.integer += [integer] * len(costs)
+        self.upper += [upper] * len(costs)
+        return range(start, len(self.cost))
+
+    def row(self, low: float, high: float, terms: list[tuple[int, float]]) -> int:
+        index = len(self.low)
+        self.low.append(low)
+        self.high.append(high)
+        for column, coefficient in terms:
+            self.rows.append(index)
+            self.cols.append(column)
+            self.coefs.append(coefficient)
+        return index
+
+
+@dataclass(slots=True)
+class _Columns:
+    """Where the variables of a problem lie."""
+
+    pick: list[range] = field(default_factory=list)
+    keep: list[range | None] = field(default_factory=list)
+    extra: list[range | None] = field(default_factory=list)
+
+
+def solve(problem: Problem, *, time_limit_s: float = 60.0, gap: float = GAP) -> Solution:
+    """The least-seconds choice within memory, with its proven bound.
+
+    Args:
+        problem: What to choose.
+        time_limit_s: Wall-clock limit of the solver.
+        gap: Relative gap at which it may stop.
+    """
+    start = time.perf_counter()
+    program, columns = _Program(), _Columns()
+    _add_choices(program, problem, columns)
+    _add_keeps(program, problem, columns)
+    _add_flows(program, problem, columns)
+    _add_memory(program, problem, columns)
+    model = mathopt.Model.from_model_proto(_proto(program))
+    result = mathopt.solve(
+        model,
+        mathopt.SolverType.HIGHS,
+        params=mathopt.SolveParameters(
+            time_limit=datetime.timedelta(seconds=time_limit_s),
+            relative_gap_tolerance=gap,
+            highs=highs_pb2.HighsOptionsProto(string_options={"parallel": "off"}),
+        ),
+    )
+    seconds = time.perf_counter() - start
+    return _solution(problem, columns, program, result, seconds)
+
+
+def _add_choices(program: _Program, problem: Problem, columns: _Columns) -> None:
+    """(1)"""
+    for node in problem.nodes:
+        own = program.columns(list(node.seconds), integer=len(node.seconds) > 1)
+        program.row(1, 1, [(c, 1.0) for c in own])
+        columns.pick.append(own)
+
+
+def _add_keeps(program: _Program, problem: Problem, columns: _Columns) -> None:
+    """(2) and (5)"""
+    for value in problem.values:
+        if not value.backward:
+            columns.keep.append(None)
+            columns.extra.append(None)
+            continue
+        keep = program.columns([0.0] * value.num_layouts, integer=True)
+        for layout in value.no_keep:
+            program.upper[keep[layout]] = 0.0
+        program.row(1, 1, [(c, 1.0) for c in keep])
+        columns.keep.append(keep)
+        if not value.persistent:
+            columns.extra.append(None)
+            continue
+        extra = program.columns([0.0] * value.num_layouts)
+        for layout in range(value.num_layouts):
+            own = [(c, 1.0) for c in _giving(value, columns, layout)]
+            program.row(0, np.inf, [(extra[layout], 1.0), (keep[layout], -1.0), *own])
+        columns.extra.append(extra)
+
+
+def _giving(value: Value, columns: _Columns, layout: int) -> list[int]:
+    pick = columns.pick[value.producer]
+    return [pick[c] for c, given in enumerate(value.gives) if given == layout]
+
+
+def _add_flows(program: _Program, problem: Problem, columns: _Columns) -> None:
+    """(3) and (4)"""
+    for value, keep in zip(problem.values, columns.keep, strict=True):
+        made = [[(c, 1.0) for c in _giving(value, columns, n)] for n in range(value.num_layouts)]
+        demands = [_demand(value, columns, need) for need in value.forward]
+        for layout in value.fixed_needs:
+            demands.append([[] for _ in range(value.num_layouts)])
+            demands[-1][layout] = [(-1, 1.0)]
+        if keep is not None:
+            demands.append([[(keep[n], 1.0)] for n in range(value.num_layouts)])
+        _add_phase(program, value, made, demands)
+        if keep is not None:
+            kept = [[(keep[n], 1.0)] for n in range(value.num_layouts)]
+            demands = [_demand(value, columns, need) for need in value.backward]
+            _add_phase(program, value, kept, demands)
+
+
+_Terms = list[list[tuple[int, float]]]
+"""For every layout, (column, coefficient); column -1 stands for the constant 1."""
+
+
+def _demand(value: Value, columns: _Columns, need: Need) -> _Terms:
+    pick = columns.pick[need.node]
+    found: _Terms = [[] for _ in range(value.num_layouts)]
+    for choice, layout in enumerate(need.layouts):
+        found[layout].append((pick[choice], 1.0))
+    return found
+
+
+def _add_phase(program: _Program, value: Value, made: _Terms, demands: list[_Terms]) -> None:
+    shared = len(demands) > 1
+    costs = [arc.seconds for arc in value.arcs]
+    paid = program.columns(costs) if shared else None
+    for demand in demands:
+        flow = program.columns([0.0] * len(costs) if shared else costs)
+        _add_flow(program, value, made, demand, flow)
+        if paid is not None:
+            for index, cost in enumerate(costs):
+                if cost > 0:
+                    program.row(-np.inf, 0, [(flow[index], 1.0), (paid[index], -1.0)])
+
+
+def _add_flow(
+    program: _Program, value: Value, made: _Terms, demand: _Terms, flow: range
+) -> None:
+    terms: list[list[tuple[int, float]]] = [[] for _ in range(value.num_layouts)]
+    for arc, column in zip(value.arcs, flow, strict=True):
+        terms[arc.tail].append((column, -1.0))
+        terms[arc.head].append((column, 1.0))
+    for layout in range(value.num_layouts):
+        row: dict[int, float] = {}
+        constant = 0.0
+        for sign, side in ((1.0, terms[layout]), (1.0, made[layout]), (-1.0, demand[layout])):
+            for column, coefficient in side:
+                if column < 0:
+                    constant -= sign * coefficient
+                else:
+                    row[column] = row.get(column, 0.0) + sign * coefficient
+        if row or constant:
+            program.row(constant, constant, list(row.items()))
+
+
+def _add_memory(program: _Program, problem: Problem, columns: _Columns) -> None:
+    """(6), in GiB so that the solver's tolerances fit."""
+    if problem.memory_limit_bytes is None:
+        return
+    limit = (problem.memory_limit_bytes - problem.fixed_bytes) / 2**30
+    resident, gradients, kept = [], [], []
+    for node, pick in zip(problem.nodes, columns.pick, strict=True):
+        for choice, column in enumerate(pick):
+            held = node.resident_bytes[choice] / 2**30
+            own = node.gradient_bytes[choice] / 2**30
+            if held:
+                resident.append((column, held))
+            if held or own:
+                gradients.append((column, held + own))
+    for value, keep, extra in zip(problem.values, columns.keep, columns.extra, strict=True):
+        if keep is not None:
+            counted = keep if extra is None else extra
+            kept += [
+                (counted[n], size / 2**30) for n, size in enumerate(value.kept_bytes) if size
+            ]
+    program.row(-np.inf, limit, resident + kept)
+    program.row(-np.inf, limit, gradients)
+
+
+def _proto(program: _Program) -> model_pb2.ModelProto:
+    proto = model_pb2.ModelProto()
+    num = len(program.cost)
+    proto.variables.ids.extend(range(num))
+    proto.variables.lower_bounds.extend([0.0] * num)
+    proto.variables.upper_bounds.extend(program.upper)
+    proto.variables.integers.extend(program.integer)
+    costs = np.asarray(program.cost)
+    (nonzero,) = np.nonzero(costs)
+    proto.objective.linear_coefficients.ids.extend(nonzero.tolist())
+    # In milliseconds: seconds of single ops fall under the solver's tolerances.
+    proto.objective.linear_coefficients.values.extend((costs[nonzero] * 1e3).tolist())
+    proto.linear_constraints.ids.extend(range(len(program.low)))
+    proto.linear_constraints.lower_bounds.extend(program.low)
+    proto.linear_constraints.upper_bounds.extend(program.high)
+    rows, cols = np.asarray(program.rows), np.asarray(program.cols)
+    order = np.lexsort((cols, rows))
+    proto.linear_constraint_matrix.row_ids.extend(rows[order].tolist())
+    proto.linear_constraint_matrix.column_ids.extend(cols[order].tolist())
+    coefficients = np.asarray(program.coefs)[order]
+    proto.linear_constraint_matrix.coefficients.extend(coefficients.tolist())
+    return proto
+
+
+def _solution(
+    problem: Problem,
+    columns: _Columns,
+    program: _Program,
+    result: mathopt.SolveResult,
+    seconds: float,
+) -> Solution:
+    size = {"num_variables": len(program.cost), "num_constraints": len(program.low)}
+    reason = result.termination.reason
+    if not result.has_primal_feasible_solution():
+        proven = {
+            mathopt.TerminationReason.INFEASIBLE,
+            mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED,
+        }
+        status = "infeasible" if reason in proven else "time_limited"
+        return Solution(status=status, seconds=seconds, **size)
+    values = result.variable_values()
+    found = np.array([amount for _, amount in sorted(values.items(), key=lambda v: v[0].id)])
+    choice = tuple(int(np.argmax(found[pick.start : pick.stop])) for pick in columns.pick)
+    kept = tuple(
+        None if keep is None else int(np.argmax(found[keep.start : keep.stop]))
+        for keep in columns.keep
+    )
+    return Solution(
+        status="optimal" if reason == mathopt.TerminationReason.OPTIMAL else "feasible",
+        choice=choice,
+        kept=kept,
+        objective_s=result.objective_value() / 1e3,
+        bound_s=result.best_objective_bound() / 1e3,
+        seconds=seconds,
+        memory_bytes=_memory(problem, choice, kept),
+        **size,
+    )
+
+
+def _memory(
+    problem: Problem, choice: tuple[int, ...], kept: tuple[int | None, ...]
+) -> tuple[float, float]:
+    resident = problem.fixed_bytes
+    gradients = saved = 0.0
+    for node, picked in zip(problem.nodes, choice, strict=True):
+        resident += node.resident_bytes[picked]
+        gradients += node.gradient_bytes[picked]
+    for value, layout in zip(problem.values, kept, strict=True):
+        if layout is None:
+            continue
+        if not (value.persistent and value.gives[choice[value.producer]] == layout):
+            saved += value.kept_bytes[layout]
+    return resident + saved, resident + gradients

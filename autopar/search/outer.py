@@ -1,0 +1,97 @@
+"""Outer choices: the meshes worth solving for a cluster and its hints."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+from autopar.errors import HintError, UnsupportedError
+from autopar.hint import Degrees
+from autopar.ir.sharding import Mesh
+from cost_models.cluster import Cluster
+
+ROLES = ("dp", "cp", "tp")
+"""Order of role axes, outermost first: what talks most lies innermost."""
+
+MAX_AXES = 3
+
+
+def meshes(cluster: Cluster, degrees: Degrees | None, *, max_axes: int = 2) -> tuple[Mesh, ...]:
+    """Meshes to try, the likeliest first.
+
+    Without degrees: one axis a network level, and the in-node level in two. With degrees: one axis
+    a role, and what is left of the ranks as a free axis.
+
+    Args:
+        cluster: Devices and levels.
+        degrees: The ``hint.degrees``, if any.
+        max_axes: Most axes without roles.
+
+    Raises:
+        HintError: The degrees do not multiply to the ranks.
+        UnsupportedError: Pipelines and expert degrees, for now.
+    """
+    if degrees is None:
+        return tuple(_free_meshes(cluster, max_axes))
+    return tuple(_role_meshes(cluster, degrees))
+
+
+def _free_meshes(cluster: Cluster, max_axes: int) -> Iterator[Mesh]:
+    sizes = [level.size for level in reversed(cluster.levels)]
+    names = [f"{level.name}0" for level in reversed(cluster.levels)]
+    kept = [(n, s) for n, s in zip(names, sizes, strict=True) if s > 1] or [("all0", 1)]
+    while len(kept) > max_axes:
+        (outer, a), (_, b) = kept[0], kept[1]
+        kept[:2] = [(outer, a * b)]
+    base = Mesh(tuple(n for n, _ in kept), tuple(s for _, s in kept))
+    yield base
+    if len(kept) < max_axes:
+        name, size = kept[-1]
+        for inner in _halves(size):
+            axes = [*kept[:-1], (name, size // inner), (f"{name[:-1]}1", inner)]
+            yield Mesh(tuple(n for n, _ in axes), tuple(s for _, s in axes))
+
+
+def _halves(size: int) -> Sequence[int]:
+    """Proper divisors near the square root, at most two."""
+    divisors = [d for d in range(2, size) if size % d == 0]
+    return sorted(divisors, key=lambda d: (abs(math.log(d * d / size)), d))[:2]
+
+
+def _role_meshes(cluster: Cluster, degrees: Degrees) -> Iterator[Mesh]:
+    ranks = cluster.num_devices
+    for name, degree in (("pp", degrees.pp), ("ep", degrees.ep)):
+        if degree is not None and degree > 1:
+            raise UnsupportedError(
+                f"cannot plan with {name}={degree}: this version shards only; use {name}=1"
+            )
+    given = {role: getattr(degrees, role) for role in ROLES}
+    fixed = math.prod(d for d in given.values() if d is not None)
+    open_roles = [role for role, degree in given.items() if degree is None]
+    said = " x ".join(f"{role}={d}" for role, d in given.items() if d is not None)
+    if ranks % fixed or (fixed != ranks and not open_roles):
+        raise HintError(
+            f"cannot lay degrees {said} = {fixed} on {ranks} ranks of cluster {cluster.name!r}: "
+            f"they must multiply to {ranks}; change a degree or leave one out"
+        )
+    rest = ranks // fixed
+    for split in _factorings(rest, len(open_roles)):
+        sizes = dict(given)
+        sizes.update(zip(open_roles, split, strict=True))
+        axes = [(role, size) for role in ROLES if (size := sizes[role]) and size > 1]
+        axes = axes or [("dp", 1)]
+        names = tuple(name for name, _ in axes)
+        yield Mesh(names, tuple(size for _, size in axes), roles=names)
+
+
+def _factorings(number: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """Ways to write ``number`` as an ordered product of ``parts`` factors."""
+    if parts == 0:
+        if number == 1:
+            yield ()
+        return
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    for chosen in itertools.product(divisors, repeat=parts):
+        if math.prod(chosen) == number:
+            yield chosen

@@ -1,0 +1,158 @@
+"""What hints leave of the strategies.
+
+A role axis (made by ``hint.degrees``) takes some factors only, and nodes that could use it must:
+``dp`` the batch; ``tp`` everything but the batch, and contractions with a parameter split one of
+the parameter's dims; ``cp`` the sequence. Parameters named by a hint keep to what it says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from autopar.hint import Replicate, Shard
+from autopar.ir.graph import PARAMETER, Node
+from autopar.ir.sharding import WHOLE, Mesh, Sharding, Split, Whole
+from autopar.rules.notation import Rule
+from autopar.rules.strategies import Strategy
+from autopar.search.analysis import Analysis
+
+BATCH, TENSOR, CONTEXT = "dp", "tp", "cp"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restrictions:
+    """Hints as the search applies them.
+
+    Attributes:
+        zero: Forced ZeRO stage over the data-parallel axes, or None.
+        parameters: ``hint.shard`` and ``hint.replicate``.
+    """
+
+    zero: int | None = None
+    parameters: tuple[Shard | Replicate, ...] = ()
+
+
+class RoleFilter:
+    """Decides which strategies of a node the roles of a mesh allow."""
+
+    def __init__(self, analysis: Analysis, mesh: Mesh) -> None:
+        self._analysis = analysis
+        self._mesh = mesh
+        self._any = any(mesh.roles)
+
+    def allow(self, node: Node, axis: int, factor: str, outer: int, block: int) -> bool:
+        """Whether this axis may split this factor so."""
+        role = self._mesh.roles[axis]
+        if not role:
+            return True
+        ranks = self._mesh.sizes[axis]
+        size = self._analysis.rules[node.name].sizes[factor]
+        batch = self._within(self._analysis.batch, node, factor, outer, block, ranks, size)
+        if role == BATCH:
+            return batch
+        if role == CONTEXT:
+            sequence = self._analysis.sequence
+            return self._within(sequence, node, factor, outer, block, ranks, size)
+        return not batch
+
+    def required(self, node: Node, strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
+        """The strategies, without those that leave a role axis unused where it could be used."""
+        left = tuple(strategies)
+        if not self._any:
+            return left
+        for axis, role in enumerate(self._mesh.roles):
+            if role == BATCH:
+                using = tuple(s for s in left if _splits(s, axis))
+            elif role == TENSOR:
+                using = tuple(s for s in left if self._splits_parameter(node, s, axis))
+            else:
+                continue
+            left = using or left
+        return left
+
+    def _splits_parameter(self, node: Node, strategy: Strategy, axis: int) -> bool:
+        analysis = self._analysis
+        rule = analysis.rules[node.name]
+        if not rule.flops:
+            return False
+        for ref, sharding in zip(node.operands, strategy.operands, strict=True):
+            root = analysis.graph.by_name[analysis.root(ref).root.node]
+            if root.op == PARAMETER and len(root.outputs[0].shape) > 1:
+                return isinstance(sharding[axis], Split)
+        gradient_roots = self._gradient_roots()
+        for index, sharding in enumerate(strategy.outputs):
+            if (node.name, index) in gradient_roots:
+                return isinstance(sharding[axis], Split)
+        return False
+
+    def _gradient_roots(self) -> frozenset[tuple[str, int]]:
+        graph = self._analysis.graph
+        roots = (self._analysis.root(ref).root for ref in graph.gradients.values())
+        return frozenset((root.node, root.index) for root in roots)
+
+    @staticmethod
+    def _within(
+        pieces: object, node: Node, factor: str, outer: int, block: int, ranks: int, size: int
+    ) -> bool:
+        found = pieces.get(node.name, {}).get(factor, ())  # type: ignore[attr-defined]
+        for piece_outer, piece_size in found:
+            inner = size // (piece_outer * piece_size)
+            row = size // outer
+            end = min(row, block * ranks) if row % (block * ranks) == 0 else row
+            if outer >= piece_outer and block >= inner and end <= inner * piece_size:
+                return True
+        return False
+
+
+def _splits(strategy: Strategy, axis: int) -> bool:
+    return any(isinstance(s[axis], Split) for s in (*strategy.operands, *strategy.outputs))
+
+
+def matching(pattern: str, name: str) -> bool:
+    """Whether a glob matches a parameter's name or the module that owns it."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[0], pattern)
+
+
+def parameter_allows(
+    restrictions: Restrictions, mesh: Mesh, name: str, sharding: Sharding
+) -> bool:
+    """Whether the parameter hints allow a sharding of this parameter, stored or used."""
+    for hint in restrictions.parameters:
+        if not matching(hint.pattern, name):
+            continue
+        if isinstance(hint, Replicate):
+            if any(not isinstance(axis, Whole) for axis in sharding):
+                return False
+            continue
+        axis = axis_named(mesh, hint.axis)
+        if axis is None:
+            continue
+        split = sharding[axis]
+        if not (isinstance(split, Split) and split.dim == hint.dim):
+            return False
+    return True
+
+
+def axis_named(mesh: Mesh, name: str) -> int | None:
+    """Index of the axis with this name or role."""
+    for axis, (own, role) in enumerate(zip(mesh.names, mesh.roles, strict=True)):
+        if name in (own, role):
+            return axis
+    return None
+
+
+def zero_allows(
+    zero: int | None, mesh: Mesh, choices: Sequence[Sharding]
+) -> tuple[Sharding, ...]:
+    """Stored shardings that a forced ZeRO stage leaves."""
+    if zero is None:
+        return tuple(choices)
+    axes = [a for a, role in enumerate(mesh.roles) if role in (BATCH, CONTEXT)]
+    if not any(mesh.roles):
+        axes = list(range(len(mesh.sizes)))
+    if zero == 0:
+        return tuple(c for c in choices if all(c[a] == WHOLE for a in axes))
+    best = max((sum(c[a] != WHOLE for a in axes) for c in choices), default=0)
+    return tuple(c for c in choices if sum(c[a] != WHOLE for a in axes) == best)
