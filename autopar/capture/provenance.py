@@ -1,0 +1,100 @@
+"""Which module and which line every recorded op comes from, backward ops included."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as hooks
+
+import autopar.errors
+from autopar.ir.graph import Source
+
+_SKIPPED = tuple(
+    os.path.dirname(os.path.abspath(file)) + os.sep
+    for file in (torch.__file__, autopar.errors.__file__)
+)
+_NO_NODE_NUMBER = 2**64 - 1
+
+
+class Provenance:
+    """Tracks the running module, the user's line, and which forward op a backward op belongs to.
+
+    Autograd numbers its nodes; the number of the node that a forward op makes leads its backward
+    back to the op's source.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._paths = {id(module): name for name, module in model.named_modules()}
+        self._running: list[str] = [""]
+        self._users_code: dict[CodeType, str] = {}
+        self._sources: dict[tuple[str, str], Source] = {}
+        self._by_number: dict[int, Source] = {}
+        self._last = Source()
+        self.failed: Source | None = None
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Follow the calls of the model's modules."""
+        before = hooks.register_module_forward_pre_hook(self._enter)
+        after = hooks.register_module_forward_hook(self._leave, always_call=True)
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        self._running.append(self._paths.get(id(module), self._running[-1]))
+
+    def _leave(self, module: nn.Module, _: Any, output: Any) -> None:
+        if output is None and self.failed is None and sys.exc_info()[0] is not None:
+            self.failed = Source(self._running[-1], "")
+        self._running.pop()
+
+    def now(self) -> Source:
+        """Source of the op that is being recorded."""
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            number = node._sequence_nr()
+            found = self._by_number.get(number)
+            if found is not None:
+                self._last = found
+            return self._last
+        key = (self._running[-1], self._line())
+        source = self._sources.get(key)
+        if source is None:
+            source = self._sources[key] = Source(*key)
+        self._last = source
+        self._by_number.setdefault(torch._C._autograd._get_sequence_nr() - 1, source)
+        return source
+
+    def between_nodes(self) -> Source:
+        """Source of an op that autograd runs between two of its nodes: that of the last one."""
+        if torch._C._current_autograd_node() is None:
+            return self._last
+        return self.now()
+
+    def _line(self) -> str:
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None:
+            code = frame.f_code
+            name = self._users_code.get(code)
+            if name is None:
+                name = self._users_code[code] = _users_file(code.co_filename)
+            if name:
+                return f"{name}:{frame.f_lineno}"
+            frame = frame.f_back
+        return ""
+
+
+def _users_file(filename: str) -> str:
+    """Name of the file if it is neither torch's nor ours, else ``""``."""
+    path = os.path.abspath(filename)
+    return "" if path.startswith(_SKIPPED) else os.path.basename(path)

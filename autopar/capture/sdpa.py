@@ -1,0 +1,121 @@
+"""Calls of ``scaled_dot_product_attention`` as the one attention op."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from autopar.capture.provenance import Provenance
+from autopar.capture.tape import Tape
+from autopar.errors import UnsupportedError
+
+_SDPA = torch.nn.functional.scaled_dot_product_attention
+_RESHAPES = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
+
+
+class InterceptAttention(TorchFunctionMode):
+    """While active, ``scaled_dot_product_attention`` is recorded as ``autopar::attention``."""
+
+    def __init__(self, tape: Tape, provenance: Provenance) -> None:
+        super().__init__()
+        self._tape = tape
+        self._provenance = provenance
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is _SDPA:
+            return self._attention(*args, **(kwargs or {}))
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if dropout_p > 0.0:
+            raise UnsupportedError(
+                f"cannot capture attention with dropout {dropout_p} in {self._provenance.now()}: "
+                "random ops are not supported yet; set the attention dropout to 0 or call "
+                "model.eval()"
+            )
+        shape = query.shape
+        q, k, v = (_four_dims(t) for t in (query, key, value))
+        if shape[:-3] != key.shape[:-3] or shape[:-3] != value.shape[:-3]:
+            batch = torch.broadcast_shapes(q.shape[:1], k.shape[:1], v.shape[:1])
+            q, k, v = (t.expand(*batch, *t.shape[1:]) for t in (q, k, v))
+        groups = self._unrepeated(k), self._unrepeated(v)
+        if groups[0] is not None and groups[1] is not None:
+            if groups[0].shape[1] == groups[1].shape[1]:
+                k, v = groups
+        mask = None if attn_mask is None else _mask(attn_mask, query)
+        factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+        out = torch.ops.autopar.attention(q, k, v, mask, is_causal, factor)[0]
+        return out if query.ndim == 4 else out.reshape(*shape[:-1], v.shape[-1])
+
+    def _unrepeated(self, heads: Tensor) -> Tensor | None:
+        """``[b, h, t, d]`` before its heads were repeated; None if they were not.
+
+        Repeating heads is an unsqueeze behind the head dim, an expand and a reshape.
+        """
+        tape = self._tape
+        ref = tape.ref(heads)
+        if ref is None or heads.ndim != 4 or tape.step_of(ref).op not in _RESHAPES:
+            return None
+        merged = tape.step_of(ref)
+        wide = merged.args[0]
+        step = tape.step_of(wide)  # type: ignore[arg-type]
+        if step.op == "aten.clone.default":
+            wide = step.args[0]
+            step = tape.step_of(wide)  # type: ignore[arg-type]
+        if step.op != "aten.expand.default":
+            return None
+        narrow = step.args[0]
+        base_step = tape.step_of(narrow)  # type: ignore[arg-type]
+        if base_step.op != "aten.unsqueeze.default" or base_step.args[1] not in (2, -3):
+            return None
+        base = tape.tensor(base_step.args[0])  # type: ignore[arg-type]
+        b, h, t, d = base.shape
+        repeats = step.outputs[0].shape[2] if step.outputs[0] else 0
+        whole = step.outputs[0] is not None and step.outputs[0].shape == (b, h, repeats, t, d)
+        if not whole or heads.shape != (b, h * repeats, t, d) or base._version:
+            return None
+        return base
+
+
+def _four_dims(tensor: Tensor) -> Tensor:
+    """``[..., s, d]`` as ``[b, h, s, d]``."""
+    if tensor.ndim == 4:
+        return tensor
+    if tensor.ndim < 4:
+        missing = (slice(None),) * (tensor.ndim - 2)
+        shape = (1,) * (4 - tensor.ndim)
+        if tensor.ndim == 3:
+            return tensor[missing + (None,)]
+        return tensor.reshape(*shape, *tensor.shape)
+    return tensor.flatten(0, tensor.ndim - 4)
+
+
+def _mask(mask: Tensor, query: Tensor) -> Tensor:
+    """The mask with the four dims of what `_four_dims` makes of the query."""
+    if mask.dtype != torch.bool and mask.dtype != query.dtype:
+        mask = mask.to(query.dtype)
+    if query.ndim == 3:
+        mask = mask[None] if mask.ndim == 2 else mask
+        return mask[:, None]
+    while mask.ndim < 4:
+        mask = mask[None]
+    if query.ndim > 4:
+        batch = query.shape[: query.ndim - 3]
+        mask = mask.expand(*batch, *mask.shape[-3:]).flatten(0, query.ndim - 4)
+    return mask

@@ -1,0 +1,293 @@
+"""Capture: an unmodified module, a batch and a loss as one functional graph over the whole batch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autopar.capture.batch import batch_dims, flatten_batch, unflatten_batch
+from autopar.capture.decompose import DECOMPOSITIONS
+from autopar.capture.functionalize import functionalize
+from autopar.capture.masks import fold_masks
+from autopar.capture.provenance import Provenance
+from autopar.capture.rewrites import REWRITES
+from autopar.capture.sdpa import InterceptAttention
+from autopar.capture.simplify import finish, simplify
+from autopar.capture.substitute import Leaves, fake_like, substituted
+from autopar.capture.tape import Recorder, Tape
+from autopar.errors import AutoparError, CaptureError
+from autopar.ir.graph import BUFFER, INPUT, PARAMETER, Graph, Phase, Ref
+
+Loss = Callable[[nn.Module, Any], Any]
+"""``loss(model, batch)``: a 0-d tensor, or that and a dict of further results."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Captured:
+    """A captured step.
+
+    Attributes:
+        graph: The step.
+        constants: Real tensor of every CONSTANT node, by its target.
+        inputs: Paths of the batch's tensors, in order: the targets of INPUT nodes.
+        fingerprint: Equal on every process that captured the same step.
+    """
+
+    graph: Graph
+    constants: Mapping[str, Tensor]
+    inputs: tuple[str, ...]
+    fingerprint: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Results:
+    """What the program computed, as values of a tape."""
+
+    loss: Ref
+    aux: tuple[tuple[str, Ref], ...]
+    gradients: Mapping[str, Ref]
+    buffers: Mapping[str, Ref]
+
+    def refs(self) -> list[Ref]:
+        aux = [ref for _, ref in self.aux]
+        return [self.loss, *aux, *self.gradients.values(), *self.buffers.values()]
+
+    def renamed(self, refs: Iterable[Ref]) -> _Results:
+        """The same results under other names, in the order of `refs`."""
+        rest = iter(refs)
+        return _Results(
+            loss=next(rest),
+            aux=tuple((name, next(rest)) for name, _ in self.aux),
+            gradients={name: next(rest) for name in self.gradients},
+            buffers={name: next(rest) for name in self.buffers},
+        )
+
+
+def capture_step(
+    model: nn.Module, batch: Any, loss: Loss | None = None, *, grad: bool
+) -> Captured:
+    """The training step of a model as a graph.
+
+    The model runs once on fake tensors: it may be of any size and on any device, meta included,
+    and is left as it was.
+
+    Args:
+        model: Any module.
+        batch: The global batch: a dict (keyword arguments), a tuple (positional arguments) or one
+            tensor; its values do not matter.
+        loss: Computes the loss; by default the model's output if 0-d, else its ``loss``.
+        grad: With the backward, or the forward alone under ``no_grad``.
+
+    Raises:
+        CaptureError: The step is no fixed graph, or has no loss.
+        UnsupportedError: The step uses something that this version cannot do exactly.
+    """
+    paths, tensors, _ = flatten_batch(batch)
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    provenance = Provenance(model)
+    tape = Tape()
+    recorder = Recorder(fake_mode, tape, provenance, DECOMPOSITIONS)
+    with substituted(model, fake_mode) as leaves, fake_mode:
+        fakes = [fake_like(t).requires_grad_(t.requires_grad) for t in tensors]
+        _enter(tape, leaves, paths, fakes)
+        faked = unflatten_batch(batch, fakes)
+        run = _Run(model, loss or _default_loss, leaves, recorder, provenance)
+        results = run.step(faked, grad=grad)
+        if tape.mutated:
+
+            def recorder_for(other: Tape) -> Recorder:
+                return Recorder(fake_mode, other, provenance, DECOMPOSITIONS)
+
+            tape, refs, written = functionalize(tape, results.refs(), recorder_for)
+            results = _with_written(results.renamed(refs), written)
+    drafts, refs = simplify(tape.steps, results.refs(), REWRITES)
+    fold_masks(drafts, tape.constants)
+    nodes, refs = finish(drafts, refs)
+    results = results.renamed(refs)
+    graph = Graph(
+        nodes=nodes,
+        loss=results.loss,
+        aux=results.aux,
+        gradients=results.gradients,
+        mutations=results.buffers,
+        aliases=dict(leaves.aliases),
+        batch_dims=batch_dims(paths, tensors),
+    )
+    used = {node.target for node in graph.sources("constant")}
+    constants = {name: value for name, value in tape.constants.items() if name in used}
+    return Captured(
+        graph=graph,
+        constants=constants,
+        inputs=paths,
+        fingerprint=fingerprint(graph, constants),
+    )
+
+
+def capture_key(model: nn.Module, batch: Any, *, grad: bool) -> Hashable:
+    """What a captured step depends on, apart from the code: equal keys, equal steps."""
+    _, tensors, structure = flatten_batch(batch)
+    return (
+        structure,
+        tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors),
+        tuple(module.training for module in model.modules()),
+        tuple(p.requires_grad for p in model.parameters()),
+        grad,
+    )
+
+
+def fingerprint(graph: Graph, constants: Mapping[str, Tensor]) -> str:
+    """A hash of what the graph computes; names of files and lines do not enter."""
+    digest = hashlib.sha256()
+    for n in graph.nodes:
+        digest.update(f"{n.name} {n.op} {n.args} {n.kwargs} {n.outputs} {n.target}\n".encode())
+    for results in (graph.gradients, graph.mutations, graph.aliases, graph.batch_dims):
+        digest.update(f"{sorted(results.items())}\n".encode())
+    digest.update(f"{graph.loss} {graph.aux}\n".encode())
+    for name, value in constants.items():
+        content = value.detach().cpu().contiguous().flatten().view(torch.uint8)
+        digest.update(name.encode() + content.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _enter(tape: Tape, leaves: Leaves, paths: Iterable[str], fakes: Iterable[Tensor]) -> None:
+    for name, fake in leaves.parameters.items():
+        tape.add_source(PARAMETER, name, fake)
+    for name, fake in leaves.buffers.items():
+        tape.add_source(BUFFER, name, fake)
+    for path, fake in zip(paths, fakes, strict=True):
+        tape.add_source(INPUT, path, fake)
+
+
+def _with_written(results: _Results, written: Mapping[tuple[str, str], Ref]) -> _Results:
+    """Results with the buffers that were written in place; writes to inputs are dropped."""
+    for op, target in written:
+        if op == PARAMETER:
+            raise CaptureError(
+                f"cannot capture a write to parameter {target!r}: a parameter changes in the "
+                "optimizer's step only; make it a buffer, or write to it outside of the forward"
+            )
+    buffers = {target: ref for (op, target), ref in written.items() if op == BUFFER}
+    return _Results(
+        loss=results.loss,
+        aux=results.aux,
+        gradients=results.gradients,
+        buffers={**buffers, **results.buffers},
+    )
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One run of the user's program under a recorder."""
+
+    model: nn.Module
+    loss: Loss
+    leaves: Leaves
+    recorder: Recorder
+    provenance: Provenance
+
+    def step(self, batch: Any, *, grad: bool) -> _Results:
+        """Run forward, loss and backward."""
+        intercept = InterceptAttention(self.recorder.tape, self.provenance)
+        replayed_views = torch.autograd._force_original_view_tracking(True)
+        with torch.set_grad_enabled(grad), replayed_views, self.recorder:
+            with self.provenance.watch(), intercept:
+                loss, aux = self._forward(batch)
+            _check_loss(loss, grad=grad)
+            gradients = self._backward(loss) if grad else {}
+        return _Results(
+            loss=self._ref(loss, "the loss"),
+            aux=tuple((name, self._ref(value, f"result {name!r}")) for name, value in aux.items()),
+            gradients={name: self._ref(g, f"gradient {name!r}") for name, g in gradients.items()},
+            buffers=self._replaced_buffers(),
+        )
+
+    def _forward(self, batch: Any) -> tuple[Any, Mapping[str, Any]]:
+        try:
+            made = self.loss(self.model, batch)
+        except AutoparError:
+            raise
+        except Exception as error:
+            error.add_note(f"while autopar captured the step, in {self.provenance.now()}")
+            raise
+        if not isinstance(made, tuple):
+            return made, {}
+        if len(made) != 2 or not isinstance(made[1], Mapping):
+            raise CaptureError(
+                f"cannot use the loss function's result: found a tuple of {len(made)}; return a "
+                "0-d tensor, or (loss, dict of tensors)"
+            )
+        return made
+
+    def _backward(self, loss: Tensor) -> Mapping[str, Tensor]:
+        self.recorder.phase = Phase.BACKWARD
+        trained = {n: p for n, p in self.leaves.parameters.items() if p.requires_grad}
+        if not trained:
+            return {}
+        found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+        return {name: g for name, g in zip(trained, found, strict=True) if g is not None}
+
+    def _ref(self, value: Any, what: str) -> Ref:
+        ref = self.recorder.tape.ref(value) if isinstance(value, Tensor) else None
+        if ref is None:
+            raise CaptureError(
+                f"cannot capture {what}: found {type(value).__name__}, not a tensor that the step "
+                "computes; return a tensor made from the batch or the parameters"
+            )
+        return ref
+
+    def _replaced_buffers(self) -> Mapping[str, Ref]:
+        """Buffers whose attribute now holds another tensor."""
+        tape = self.recorder.tape
+        found: dict[str, Ref] = {}
+        for name, fake in self.leaves.buffers.items():
+            path, _, key = name.rpartition(".")
+            now = self.model.get_submodule(path)._buffers.get(key)
+            if now is not None and now is not fake:
+                found[name] = self._ref(now, f"buffer {name!r}")
+        assert all(tape.step_of(ref) for ref in found.values())
+        return found
+
+
+def _default_loss(model: nn.Module, batch: Any) -> Any:
+    """The model's output if it is 0-d, else its ``loss``."""
+    if isinstance(batch, Mapping):
+        output = model(**batch)
+    elif isinstance(batch, tuple):
+        output = model(*batch)
+    else:
+        output = model(batch)
+    if isinstance(output, Tensor):
+        return output
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if found is None:
+        raise CaptureError(
+            f"cannot find the loss in the model's output: found {type(output).__name__} without a "
+            "'loss'; pass labels in the batch, or loss= to say how it is computed"
+        )
+    return found
+
+
+def _check_loss(loss: Any, *, grad: bool) -> None:
+    found = ""
+    if not isinstance(loss, Tensor):
+        found = f"a {type(loss).__name__}"
+    elif loss.ndim:
+        found = f"a tensor of shape {list(loss.shape)}"
+    elif not loss.is_floating_point():
+        found = f"a tensor of dtype {str(loss.dtype).removeprefix('torch.')}"
+    if found:
+        raise CaptureError(
+            f"cannot use the loss: found {found}; it must be a 0-d floating-point tensor, so pass "
+            "loss= or reduce it with sum() or mean()"
+        )
+    if grad and not loss.requires_grad:
+        raise CaptureError(
+            "cannot differentiate the loss: it does not require grad, so no trainable parameter "
+            "has a part in it; unfreeze a parameter, or do not detach the loss"
+        )
