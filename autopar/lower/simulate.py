@@ -177,11 +177,19 @@ def storages(program: Program) -> Mapping[Ref, Ref]:
 
 
 def last_reads(program: Program, owner: Mapping[Ref, Ref]) -> Mapping[Ref, int]:
-    """Index of the last instruction that reads each storage; results are read at the end."""
+    """Index of the last instruction that reads each storage; results are read at the end.
+
+    A collective reads its operand until it is waited for.
+    """
     last: dict[Ref, int] = {}
+    sends: dict[str, Ref] = {}
     for at, instruction in enumerate(program.instructions):
         for ref in instruction.operands:
             last[owner[ref]] = at
+        if instruction.op in COLLECTIVES:
+            sends[instruction.name] = instruction.operands[0]
+        elif instruction.op == WAIT:
+            last[owner[sends[instruction.operands[0].node]]] = at
         for index in range(len(instruction.outputs)):
             last.setdefault(owner[Ref(instruction.name, index)], at)
     for ref in program.results:

@@ -179,6 +179,7 @@ class _Builder:
             s
             for s in legal
             if all(parameter_allows(self.restrictions, self.mesh, name, s) for name in names)
+            and all(self._gradient_fits(name, s) for name in names)
         ]
         trainable = names[0] in self.gradients
         zeroed = zero_allows(self.restrictions.zero if trainable else None, self.mesh, hinted)
@@ -188,6 +189,11 @@ class _Builder:
                 f"sharding over mesh {describe_mesh(self.mesh)} fits; choose another dim or axis"
             )
         return zeroed
+
+    def _gradient_fits(self, name: str, stored: Sharding) -> bool:
+        """Whether the gradient of a parameter can be brought to its stored sharding."""
+        ref = self.gradients.get(name)
+        return ref is None or self._at_root(self.analysis.root(ref), stored) is not None
 
     def _reachable(self, node: Node, strategy: Strategy) -> bool:
         """Whether every operand's sharding exists on the value behind its views."""

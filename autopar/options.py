@@ -1,0 +1,45 @@
+"""Options of `autopar.compile` and `autopar.plan`, as documented records with defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from autopar.rules.notation import RuleMaker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSpec:
+    """What the planner needs to know of an optimizer.
+
+    Attributes:
+        state_bytes: State of one parameter element, in bytes (AdamW in fp32: 8).
+        step_transient_bytes: Bytes an element that the update needs for a moment.
+    """
+
+    state_bytes: float = 8.0
+    step_transient_bytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How to plan and run.
+
+    Attributes:
+        seed: Seed of random ops; None takes rank 0's ``torch.initial_seed()``.
+        time_limit_s: Wall-clock limit of the search, in seconds.
+        memory_fraction: Part of a device's memory a plan may fill; None takes the cluster's.
+        keep_model: Keep the model's own full parameters after compilation (they are released
+            otherwise when the caller drops the model).
+        rules: Rules of the user by op (see ``autopar.rule``).
+        check: Run debug checks: every program's collectives are proven consistent on all ranks.
+        timeout_s: Longest wait for another rank before the step fails, in seconds.
+    """
+
+    seed: int | None = None
+    time_limit_s: float = 120.0
+    memory_fraction: float | None = None
+    keep_model: bool = True
+    rules: Mapping[str, RuleMaker] = field(default_factory=dict)
+    check: bool = True
+    timeout_s: float = 300.0
