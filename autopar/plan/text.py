@@ -1,13 +1,326 @@
-"""A plan as a table that a person reads."""
+"""A plan as tables that a person reads.
+
+Repeated layers are folded, so the tables follow the kinds of layers, not the depth.
+"""
 
 from __future__ import annotations
 
+import io
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from rich.console import Console, Group, JustifyMethod, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from autopar.ir.sharding import Mesh, Split
+from autopar.plan.wording import (
+    Folded,
+    bytes_text,
+    dims_text,
+    fold_names,
+    percent_text,
+    seconds_text,
+    sharding_text,
+)
+
 if TYPE_CHECKING:
-    from autopar.plan.records import Plan
+    from autopar.plan.records import CollectivePlan, Memory, ParameterPlan, Plan, StagePlan
+
+WIDTH = 100
+
+KEY_OPS = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "einsum"})
+KEY_OPS |= {"attention", "embedding", "convolution", "contract"}
+"""Ops whose outputs tell how a module is split; the others follow them."""
 
 
-def plan_text(plan: Plan, width: int = 100) -> str:
-    """The plan as plain text."""
-    return f"{plan.model} {width}"
+def plan_text(plan: Plan, width: int = WIDTH) -> str:
+    """The plan as plain text, ``width`` columns wide."""
+    return render(plan_view(plan), width)
+
+
+def render(view: RenderableType, width: int = WIDTH) -> str:
+    """Plain text of a view."""
+    file = io.StringIO()
+    console = Console(file=file, width=width, color_system=None, force_terminal=False, emoji=False)
+    console.print(view, highlight=False)
+    return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
+
+
+def plan_view(plan: Plan) -> RenderableType:
+    """The plan as something rich can print."""
+    parts: list[RenderableType] = [_headline(plan)]
+    for number, stage in enumerate(plan.stages):
+        parts += _stage(plan, stage, number)
+    parts += [_collectives(plan.prediction.collectives), _two(_memory(plan), _time(plan))]
+    parts += [_search(plan)]
+    if plan.notes:
+        parts.append(section("notes", [Text(f"- {note}") for note in plan.notes]))
+    return Group(*parts)
+
+
+def section(title: str, body: Iterable[RenderableType]) -> RenderableType:
+    """A title above an indented body, with a blank line before it."""
+    return Group(
+        Text(""), Text(title, style="bold"), *(Padding(part, (0, 0, 0, 2)) for part in body)
+    )
+
+
+def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
+    """A table without rules, its header dim."""
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for at, column in enumerate(columns):
+        justify: JustifyMethod = "right" if column in right else "left"
+        made.add_column(column, justify=justify, overflow="fold", no_wrap=at == 0)
+    return made
+
+
+# Headline.
+
+
+def _headline(plan: Plan) -> RenderableType:
+    ranks = f"{plan.cluster_ranks} rank{'s' * (plan.cluster_ranks != 1)}"
+    title = Text.assemble(
+        (plan.model, "bold"),
+        f" on {plan.cluster}, {ranks}: predicted step ",
+        (seconds_text(plan.prediction.step_s), "bold green"),
+    )
+    facts = Table.grid(padding=(0, 2, 0, 0))
+    for stage in plan.stages:
+        add_row(facts, "mesh", mesh_text(stage))
+    add_row(facts, "batch", ", ".join(f"{path} {kind}" for path, kind in plan.batch.items()))
+    if plan.microbatches != 1:
+        add_row(facts, "", f"in {plan.microbatches} microbatches")
+    if plan.hints:
+        add_row(facts, "hints", ", ".join(plan.hints))
+    return Group(title, Padding(facts, (0, 0, 0, 2)))
+
+
+def mesh_text(stage: StagePlan) -> str:
+    """Axes with their sizes and what each is used for."""
+    mesh = stage.mesh
+    axes = [
+        f"{name}={size}" + (f" ({role})" if role else "")
+        for name, size, role in zip(mesh.names, mesh.sizes, axis_roles(stage), strict=True)
+    ]
+    return " x ".join(axes) or "one rank"
+
+
+def axis_roles(stage: StagePlan) -> tuple[str, ...]:
+    """What each mesh axis is used for: ``dp``, ``zero``, ``tp``, joined by commas.
+
+    An axis is ``dp`` where it splits an input and no parameter in use, ``zero`` where parameters
+    are stored split and used whole, ``tp`` where parameters are used split.
+    """
+    found = []
+    for axis, given in enumerate(stage.mesh.roles):
+        splits = any(isinstance(s[axis], Split) for s in stage.inputs.values())
+        used = any(isinstance(s[axis], Split) for p in stage.parameters for s in p.used)
+        stored = any(
+            isinstance(p.stored[axis], Split)
+            and any(not isinstance(s[axis], Split) for s in p.used)
+            for p in stage.parameters
+        )
+        roles = [given] if given else ["dp"] * (splits and not used) + ["tp"] * used
+        found.append(", ".join(roles + ["zero"] * stored) or "replicated")
+    return tuple(found)
+
+
+# Parameters and modules.
+
+LEGEND = {
+    "S": "S0(a): dim 0 is split over axis a",
+    "/": "S0/8(a): each of 8 equal rows of dim 0 is split over a (the inner part of a merged dim)",
+    "P": "P(a): each rank of a holds a term; the value is their sum",
+}
+
+
+def _stage(plan: Plan, stage: StagePlan, number: int) -> Iterator[RenderableType]:
+    title = "" if len(plan.stages) == 1 else f" of stage {number}, from rank {stage.first_rank}"
+    total = sum(p.type.num_elements for p in stage.parameters)
+    parameters = fold_names((p.name, parameter_cells(p, stage.mesh)) for p in stage.parameters)
+    made = table("name", "shape", "stored", "used")
+    add_grouped(made, parameters)
+    yield section(f"parameters{title}: {total:,} elements", [made])
+    values = fold_names(_values(plan, stage))
+    if values:
+        made = table("module", "op", "output")
+        add_grouped(made, values)
+        yield section(f"values{title}", [made])
+    yield legend(cell for one in parameters + values for cell in one.meaning[1:])
+
+
+def parameter_cells(parameter: ParameterPlan, mesh: Mesh) -> tuple[str, ...]:
+    """Shape, stored and used sharding of a parameter."""
+    used = dict.fromkeys(sharding_text(sharding, mesh) for sharding in parameter.used)
+    words = " then ".join(used) or "not used"
+    return (
+        dims_text(parameter.type.shape),
+        sharding_text(parameter.stored, mesh),
+        words if parameter.trainable else f"{words}, frozen",
+    )
+
+
+def _values(plan: Plan, stage: StagePlan) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Module, key op and its output; the first of each kind in a module is the forward one."""
+    seen = set()
+    for node in stage.nodes:
+        op = op_of(node.name)
+        module = plan.modules.get(node.name, "")
+        if op in KEY_OPS and node.outputs and (module, op) not in seen:
+            seen.add((module, op))
+            yield module or "(model)", (op, sharding_text(node.outputs[0], stage.mesh))
+
+
+def op_of(name: str) -> str:
+    """The op a node's name speaks of: ``mm_3`` is an ``mm``."""
+    return re.sub(r"(_default)?(_\d+)*$", "", name)
+
+
+def add_grouped(made: Table, rows: Iterable[Folded[tuple[str, ...]]]) -> None:
+    """Add rows by name; those of a folded layer stand together under the layer's name."""
+    groups: dict[tuple[str, ...], list[Folded[tuple[str, ...]]]] = {}
+    for row in rows:
+        groups.setdefault(_layer(row) or row.parts, []).append(row)
+    for layer, members in groups.items():
+        if not _layer(members[0]):
+            for row in members:
+                add_row(made, row.name, *row.meaning)
+            continue
+        add_row(made, ".".join(layer))
+        for row in members:
+            add_row(made, f"  {'.'.join(row.parts[len(layer) :])}", *row.meaning)
+
+
+def _layer(row: Folded[tuple[str, ...]]) -> tuple[str, ...]:
+    """The folded layer a name lies in; empty if it lies in none."""
+    if row.count > 1:
+        for at, part in enumerate(row.parts[:-1], 1):
+            if _RANGE.fullmatch(part):
+                return row.parts[:at]
+    return ()
+
+
+_RANGE = re.compile(r"\d+[-,][\d,-]+")
+
+
+def add_row(made: Table, *cells: str | Text) -> None:
+    """Add a row of plain text: names may hold what rich would take for markup."""
+    made.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
+
+
+def legend(cells: Iterable[str]) -> RenderableType:
+    """What the shardings in these cells mean, as far as they need it."""
+    marks = {mark for cell in cells for mark in LEGEND if mark in cell}
+    lines = [meaning for mark, meaning in LEGEND.items() if mark in marks]
+    return Padding(Text("\n".join(lines), style="dim"), (0, 0, 0, 2)) if lines else Group()
+
+
+# Predictions.
+
+
+def _collectives(collectives: Iterable[CollectivePlan]) -> RenderableType:
+    made = collective_table(collectives)
+    title = "collectives a step, on one rank" if made.row_count else "collectives: none"
+    return section(title, [made] if made.row_count else [])
+
+
+def collective_table(collectives: Iterable[CollectivePlan]) -> Table:
+    """Collectives summed over modules, the longest first."""
+    summed: dict[tuple[str, str, str], tuple[int, int, float]] = {}
+    for one in collectives:
+        key = (one.purpose, one.kind, one.axis)
+        count, size, seconds = summed.get(key, (0, 0, 0.0))
+        count, size = count + one.count, size + one.tensor_bytes
+        summed[key] = (count, size, seconds + one.predicted_s)
+    right = ("calls", "tensors", "predicted")
+    made = table("purpose", "kind", "axis", "calls", "tensors", "predicted", "", right=right)
+    longest = max((seconds for _, _, seconds in summed.values()), default=0.0)
+    for key, (count, size, seconds) in sorted(summed.items(), key=lambda item: -item[1][2]):
+        figures = (f"{count:,}", bytes_text(size), seconds_text(seconds))
+        add_row(made, *key, *figures, bar(seconds, longest))
+    return made
+
+
+def bar(value: float, longest: float, width: int = 16) -> Text:
+    """A bar as long as the value's share of the longest."""
+    eighths = 0 if longest <= 0 else round(8 * width * value / longest)
+    blocks = " ▏▎▍▌▋▊▉"
+    return Text("█" * (eighths // 8) + blocks[eighths % 8].strip(), style="cyan")
+
+
+_MEMORY = {
+    "parameters": "parameters_bytes",
+    "gradients": "gradients_bytes",
+    "optimizer": "optimizer_bytes",
+    "saved for backward": "saved_bytes",
+    "transient": "transient_bytes",
+    "inputs": "inputs_bytes",
+    "buffers": "buffers_bytes",
+}
+
+
+def memory_kinds(memory: Memory) -> Mapping[str, int]:
+    """Bytes by the words people use, in a fixed order."""
+    return {word: int(getattr(memory, field)) for word, field in _MEMORY.items()}
+
+
+def _memory(plan: Plan) -> RenderableType:
+    kinds = memory_kinds(plan.prediction.memory)
+    total, limit = plan.prediction.memory.total_bytes, plan.memory_limit_bytes
+    made = Table.grid(padding=(0, 2, 0, 0))
+    made.add_column()
+    made.add_column(justify="right")
+    for kind, size in kinds.items():
+        if size:
+            add_row(made, kind, bytes_text(size), bar(size, max(kinds.values())))
+    share = f" ({percent_text(total / limit)})" if limit else ""
+    title = f"memory a rank: {bytes_text(total)} of {bytes_text(limit)}{share}"
+    return section(title, [made])
+
+
+def _time(plan: Plan) -> RenderableType:
+    found = plan.prediction
+    hidden = max(0.0, found.communication_s - found.exposed_s)
+    kinds = {
+        "compute": found.compute_s,
+        "communication": found.exposed_s,
+        "optimizer": found.optimizer_s,
+    }
+    made = Table.grid(padding=(0, 2, 0, 0))
+    made.add_column()
+    made.add_column(justify="right")
+    for kind, seconds in kinds.items():
+        add_row(made, kind, seconds_text(seconds), bar(seconds, max(kinds.values())))
+    if hidden:
+        add_row(made, "hidden communication", seconds_text(hidden), "")
+    return section(f"predicted step: {seconds_text(found.step_s)}", [made])
+
+
+def _two(left: RenderableType, right: RenderableType) -> RenderableType:
+    made = Table.grid(padding=(0, 4, 0, 0))
+    made.add_row(left, right)
+    return made
+
+
+def _search(plan: Plan) -> RenderableType:
+    found = plan.search
+    proof = f"proven bound {seconds_text(found.bound_s)}, gap {percent_text(found.gap)}"
+    facts = [
+        f"{found.status}: modelled {seconds_text(found.objective_s)}, {proof}",
+        f"searched in {seconds_text(found.seconds)}, captured in {seconds_text(found.capture_s)}",
+    ]
+    if found.num_classes:
+        facts.append(
+            f"{found.num_nodes:,} nodes in {found.num_classes:,} classes, "
+            f"{found.num_strategies:,} strategies, {found.num_variables:,} variables"
+        )
+    body: list[RenderableType] = [Text(fact) for fact in facts]
+    if len(found.meshes) > 1:
+        tried = table("mesh tried", "modelled", right=("modelled",))
+        for mesh, seconds in found.meshes:
+            add_row(tried, mesh, "ruled out" if seconds is None else seconds_text(seconds))
+        body.append(tried)
+    return section("search", body)
