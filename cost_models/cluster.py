@@ -16,7 +16,7 @@ from cost_models import cluster_file, presets
 from cost_models.devices import device_named
 from cost_models.errors import ClusterSpecError
 from cost_models.records import Device, Devices, Efficiency, Level
-from cost_models.units import GB, GIB, US
+from cost_models.units import GIB
 
 __all__ = ["Cluster", "Device", "Devices", "Efficiency", "Level"]
 
@@ -36,7 +36,7 @@ class Cluster:
     Attributes:
         name: For people.
         devices: Runs of equal devices, in rank order.
-        levels: Of the network, innermost first; the product of their sizes is the number of devices.
+        levels: Of the network, innermost first; their sizes multiply to the number of devices.
         usable_memory_fraction: See `USABLE_MEMORY_FRACTION`.
     """
 
@@ -102,6 +102,18 @@ class Cluster:
         """The device of `rank`."""
         return self.run_of(rank).device
 
+    def port_bytes_per_s(self, level: Level, first_rank: int, count: int) -> float:
+        """Bandwidth of one port of `level`, one way: the slowest of the nodes of these ranks."""
+        if level is not self.levels[0]:
+            return level.bandwidth_bytes_per_s
+        slowest, begin = math.inf, 0
+        for run in self.devices:
+            if begin < first_rank + count and begin + run.count > first_rank:
+                own = run.node_bandwidth_bytes_per_s
+                slowest = min(slowest, level.bandwidth_bytes_per_s if own is None else own)
+            begin += run.count
+        return slowest
+
     def usable_memory_bytes(self, rank: int) -> int:
         """What a plan may fill of the memory of `rank`, in bytes."""
         return int(self.device(rank).memory_bytes * self.usable_memory_fraction)
@@ -114,27 +126,36 @@ class Cluster:
             ClusterSpecError: No such preset, or a node count it cannot have.
         """
         machine = presets.machine_named(name)
-        levels = presets.with_nodes(machine, nodes)
+        levels = presets.levels_of(machine, nodes)
         count = math.prod(level.size for level in levels)
         run = Devices(device=device_named(machine.device), count=count)
         return cls(name=f"{name.lower()} x{nodes}", devices=(run,), levels=levels)
 
     @classmethod
-    def local(cls, num_processes: int) -> Cluster:
+    def local(cls, num_processes: int, *, memory_bytes: int | None = None) -> Cluster:
         """`num_processes` CPU processes of this machine, talking through gloo's loopback.
 
-        They share the machine's memory, memory bandwidth and loopback evenly.
+        They share the machine's memory and its loopback evenly, and its cores where there are
+        fewer of those.
+
+        Args:
+            num_processes: Processes of one thread.
+            memory_bytes: Of each; None: an even share of what the machine has.
 
         Raises:
             ClusterSpecError: `num_processes` is not at least 1.
         """
         level = presets.loopback(num_processes)
         core = device_named("cpu-core")
+        share = min(1.0, (os.cpu_count() or 1) / num_processes)
+        if memory_bytes is None:
+            memory_bytes = _machine_memory_bytes() // num_processes
         device = replace(
             core,
-            memory_bytes=_machine_memory_bytes() // num_processes,
-            memory_bytes_per_s=presets.CPU_MEMORY_BYTES_PER_S / num_processes,
-            host_link_bytes_per_s=presets.CPU_MEMORY_BYTES_PER_S / num_processes,
+            memory_bytes=memory_bytes,
+            peak_flops_per_s={rate: peak * share for rate, peak in core.peak_flops_per_s.items()},
+            memory_bytes_per_s=core.memory_bytes_per_s * share,
+            host_link_bytes_per_s=core.host_link_bytes_per_s * share,
         )
         run = Devices(device=device, count=num_processes)
         return cls(name=f"local:{num_processes}", devices=(run,), levels=(level,))
@@ -188,7 +209,8 @@ class Cluster:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ClusterSpecError(
-                f"cannot read cluster file '{os.fspath(path)}': {error}; give the path of a YAML file"
+                f"cannot read cluster file '{os.fspath(path)}': {error}; "
+                "give the path of a YAML file"
             ) from error
         try:
             return cls.from_yaml(text)

@@ -1,23 +1,52 @@
 """Seconds of a collective over one mesh axis.
 
-An axis crosses one or more levels of the network. On each level it crosses, some of its ranks form a
-*hop*. Algorithms that keep every level busy at once are bound by the slowest hop's bytes, and pay
-the latency of each (the model of multi-dimensional collectives of Rashidi et al., ISCA 2022).
+An axis crosses one or more levels of the network; `axis_link` finds out which. The part of it that
+crosses one level is a *hop*. Algorithms keep all hops busy at once, so the slowest hop's bytes set the
+time and the latencies of all hops add up (the model of multi-dimensional collectives of LIBRA, Won
+et al., ISPASS 2024).
+
+With x the bytes a rank sends on a hop of r ranks, bandwidth w and latency a:
+
+====================  ==========================================  =======================
+ring gather, scatter  x = (r - 1)/r B                             (r - 1) a
+ring all-reduce       x = 2 (r - 1)/r B                           2 (r - 1) a
+tree all-reduce       x = 2 B                                     2 ceil(log2 r) a
+in-switch all-reduce  B / in-switch bandwidth                     2 a
+all-to-all            x = (ranks here - ranks inside)/ranks B     a + peers x message time
+broadcast             x = B                                       ceil(log2 r) a
+====================  ==========================================  =======================
+
+B shrinks by the ranks of each hop on the way out, for a hop has scattered it before the next begins.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 from cost_models.cluster import Cluster
-from cost_models.errors import ClusterSpecError
-from cost_models.records import Level
+from cost_models.errors import ClusterSpecError, near_misses
+from cost_models.records import Level, Transport
+
+PROTOCOL_SHARE = 1.5
+"""Extra bytes, for each byte of a short message, of the low-latency protocols.
+
+They carry a flag with every word, so that they reach about 0.4 of the bandwidth of the protocol for
+long messages, which pays `Level.half_bandwidth_bytes` once instead. Fitted on 2026-11-30 to the
+all-reduces of 2 nodes in the nccl-tests table of AWS's distributed training samples.
+"""
+
+MESSAGE_S = 6e-6
+"""Seconds a rank takes for each peer of an all-to-all, beside the bytes.
+
+A published fit for 8 H100 on NVLink has 50 us beside the bytes: 7 peers, setup and latency.
+"""
 
 
 class Collective(StrEnum):
-    """What ranks of one axis do together."""
+    """What the ranks of one axis do together."""
 
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"
@@ -32,21 +61,40 @@ class Hop:
     """The part of an axis that crosses one level.
 
     Attributes:
-        level: Name of the level.
-        ranks: Of the axis, joined by this level once those of the levels below count as one.
-        latency_s: Of one message.
-        bandwidth_bytes_per_s: One way, of each rank of the axis, with the groups that use the level
-            at the same time.
-        half_bandwidth_bytes: Bytes a rank sends at which half of the bandwidth is reached.
-        in_switch_bytes_per_s: See `Level`; None where the switch does not sum.
+        level: The level; its fields hold for the hop too.
+        ranks: Of the axis, joined here once those that the levels below join count as one.
+        bandwidth_bytes_per_s: One way, of each rank of the axis, while every group of the axis uses
+            the level.
+        is_innermost: Whether the level joins devices.
     """
 
-    level: str
+    level: Level
     ranks: int
-    latency_s: float
     bandwidth_bytes_per_s: float
-    half_bandwidth_bytes: float = 0.0
-    in_switch_bytes_per_s: float | None = None
+    is_innermost: bool
+
+    def wire_s(self, sent_bytes: float) -> float:
+        """Seconds in which the hop carries what each of its ranks sends."""
+        few_paths = 1 + self.level.small_group_ranks / self.ranks
+        return sent_bytes * few_paths / self.bandwidth_bytes_per_s
+
+    def fill_s(self, sent_bytes: float) -> float:
+        """Seconds until the hop runs at its full bandwidth."""
+        half_bytes = min(self.level.half_bandwidth_bytes, PROTOCOL_SHARE * sent_bytes)
+        return half_bytes / self.bandwidth_bytes_per_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stay:
+    """What one hop adds to a collective.
+
+    Attributes:
+        latency_s: Messages and filling, which the hops of an axis pay one after the other.
+        wire_s: Carrying bytes, which they do at the same time.
+    """
+
+    latency_s: float
+    wire_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +104,7 @@ class AxisLink:
     Attributes:
         ranks: Of the axis.
         hops: The levels it crosses, innermost first; none for one rank.
-        sharing: Groups of the axis that leave a node of the outermost hop at the same time.
+        sharing: Groups of the axis that leave one unit of the outermost hop at the same time.
     """
 
     ranks: int
@@ -66,12 +114,24 @@ class AxisLink:
     @property
     def latency_s(self) -> float:
         """Of one message on the slowest hop; 0 for one rank."""
-        return max((hop.latency_s for hop in self.hops), default=0.0)
+        return max((hop.level.latency_s for hop in self.hops), default=0.0)
+
+    @property
+    def setup_s(self) -> float:
+        """Of starting one collective; 0 for one rank."""
+        return max((hop.level.setup_s for hop in self.hops), default=0.0)
 
     @property
     def bandwidth_bytes_per_s(self) -> float:
         """One way, of each rank, on the slowest hop; infinite for one rank."""
         return min((hop.bandwidth_bytes_per_s for hop in self.hops), default=math.inf)
+
+    def parts(self) -> Iterator[tuple[int, Hop]]:
+        """Each hop, with the number of parts that the hops inside it cut a tensor into."""
+        held = 1
+        for hop in self.hops:
+            yield held, hop
+            held *= hop.ranks
 
 
 def axis_link(
@@ -79,7 +139,7 @@ def axis_link(
 ) -> AxisLink:
     """How axis number `axis` of a mesh lies on the network.
 
-    The mesh is row-major over ranks from `first_rank` on, its last axis fastest: the axis joins
+    The mesh is row-major over the ranks from `first_rank` on, its last axis fastest: the axis joins
     ranks a stride apart, the stride being the product of the later sizes.
 
     Args:
@@ -91,41 +151,37 @@ def axis_link(
     Raises:
         ClusterSpecError: The mesh does not fit into the cluster.
     """
-    size = mesh_sizes[axis]
-    stride = math.prod(mesh_sizes[axis + 1 :])
     total = math.prod(mesh_sizes)
     if min(mesh_sizes) < 1 or first_rank < 0 or first_rank + total > cluster.num_devices:
         raise ClusterSpecError(
             f"cannot lay a mesh of {' x '.join(map(str, mesh_sizes))} from rank {first_rank} on "
             f"cluster '{cluster.name}': it has {cluster.num_devices} devices; use a smaller mesh"
         )
+    size, stride = mesh_sizes[axis], math.prod(mesh_sizes[axis + 1 :])
     hops: list[Hop] = []
-    sharing = 1
-    inside, unit = 1, 1
+    sharing, inside, unit = 1, 1, 1
     for level in cluster.levels:
         outside = min(size, max(1, unit * level.size // stride))
         if outside > inside:
-            ranks = -(-outside // inside)
-            hops.append(_hop(level, ranks, unit, slowest_s=None))
+            bandwidth = cluster.port_bytes_per_s(level, first_rank, total)
+            hops.append(_hop(level, -(-outside // inside), unit, bandwidth))
             sharing = max(1, min(unit, total) // inside)
             inside = outside
         unit *= level.size
     return AxisLink(ranks=size, hops=tuple(hops), sharing=sharing)
 
 
-def _hop(level: Level, ranks: int, devices_below: int, slowest_s: float | None) -> Hop:
-    """The hop of an axis on `level`, with an even share of the ports of a unit below it."""
+def _hop(level: Level, ranks: int, devices_below: int, port_bytes_per_s: float) -> Hop:
+    """The hop of an axis on `level`: each device below has an even share of the unit's ports."""
     ports = devices_below if level.ports is None else level.ports
-    share = level.bandwidth_bytes_per_s * ports / devices_below / level.oversubscription
+    share = port_bytes_per_s * ports / devices_below / level.oversubscription
     if level.flow_bytes_per_s is not None:
         share = min(share, level.flows * level.flow_bytes_per_s)
     return Hop(
-        level=level.name,
+        level=level,
         ranks=ranks,
-        latency_s=level.latency_s,
         bandwidth_bytes_per_s=share,
-        half_bandwidth_bytes=level.half_bandwidth_bytes,
-        in_switch_bytes_per_s=level.in_switch_bytes_per_s,
+        is_innermost=devices_below == 1,
     )
 
 
@@ -136,75 +192,137 @@ def collective_s(kind: str, tensor_bytes: float, axis: AxisLink) -> float:
         kind: A `Collective`.
         tensor_bytes: Of the full tensor: what an all-gather results in, what a reduce-scatter,
             all-reduce, broadcast or send starts from, what each rank holds in an all-to-all.
-        axis: The axis; of one rank, nothing is paid.
+        axis: The axis; with one rank, nothing is paid.
+
+    Raises:
+        ClusterSpecError: No such collective.
     """
+    price = _PRICES.get(kind)
+    if price is None:
+        raise ClusterSpecError(f"cannot price collective '{kind}': {near_misses(kind, _PRICES)}")
     if axis.ranks == 1 or tensor_bytes == 0:
         return 0.0
-    match Collective(kind):
-        case Collective.ALL_REDUCE:
-            return all_reduce_s(tensor_bytes, axis)
-        case Collective.ALL_GATHER | Collective.REDUCE_SCATTER:
-            return gather_s(tensor_bytes, axis)
-        case Collective.ALL_TO_ALL:
-            return all_to_all_s(tensor_bytes, axis)
-        case Collective.BROADCAST:
-            return broadcast_s(tensor_bytes, axis)
-        case Collective.SEND:
-            return send_s(tensor_bytes, axis)
+    return axis.setup_s + price(tensor_bytes, axis)
 
 
 def all_reduce_s(tensor_bytes: float, axis: AxisLink) -> float:
-    """Seconds to sum a tensor over the ranks of an axis, by the quickest algorithm."""
-    ring = 2 * gather_s(tensor_bytes, axis)
-    tree = sum(2 * hop.latency_s * math.ceil(math.log2(hop.ranks)) for hop in axis.hops) + max(
-        2 * tensor_bytes / held / hop.bandwidth_bytes_per_s for held, hop in _held(axis)
-    )
-    return min(ring, tree)
+    """Seconds, setup apart, to sum a tensor over an axis by the quickest algorithm."""
+    rings = [_ring_all_reduce(tensor_bytes / held, hop) for held, hop in axis.parts()]
+    quick = [_quick_all_reduce(tensor_bytes / held, hop) for held, hop in axis.parts()]
+    choices = (rings, quick, rings[:1] + quick[1:], quick[:1] + rings[1:])
+    return min(map(_pipelined_s, choices))
 
 
-def gather_s(tensor_bytes: float, axis: AxisLink) -> float:
-    """Seconds to gather a tensor whose parts lie on the ranks of an axis, or to reduce and scatter."""
-    return sum((hop.ranks - 1) * hop.latency_s for hop in axis.hops) + max(
-        (hop.ranks - 1) / hop.ranks * tensor_bytes / held / hop.bandwidth_bytes_per_s
-        + hop.half_bandwidth_bytes / hop.bandwidth_bytes_per_s
-        for held, hop in _held(axis)
+def _pipelined_s(stays: list[Stay]) -> float:
+    """Seconds of hops that all carry bytes at once, after each has begun."""
+    return sum(stay.latency_s for stay in stays) + max(stay.wire_s for stay in stays)
+
+
+def _stay(hop: Hop, messages: float, sent_bytes: float) -> Stay:
+    """What a hop adds when each rank sends `sent_bytes` in so many messages, one after the other."""
+    return Stay(
+        latency_s=messages * hop.level.latency_s + hop.fill_s(sent_bytes),
+        wire_s=hop.wire_s(sent_bytes),
     )
+
+
+def _ring_all_reduce(tensor_bytes: float, hop: Hop) -> Stay:
+    """A ring on one hop: 2 (r - 1) rounds, in each of which a rank sends 1/r of the tensor.
+
+    Source:
+        Patarasuk and Yuan, J. Parallel Distrib. Comput. 69(2), 2009.
+    """
+    rounds = 2 * (hop.ranks - 1)
+    return _stay(hop, rounds, rounds / hop.ranks * tensor_bytes)
+
+
+def _quick_all_reduce(tensor_bytes: float, hop: Hop) -> Stay:
+    """What may be quicker than a ring on one hop.
+
+    Inside a node that is a sum in the switch; between nodes two binary trees, each of which carries
+    half of the tensor up and down (Sanders, Speck and Traeff, Parallel Computing 35(12), 2009).
+    """
+    level = hop.level
+    if level.in_switch_bytes_per_s is not None:
+        wire_s = tensor_bytes / level.in_switch_bytes_per_s
+        sent_bytes = wire_s * hop.bandwidth_bytes_per_s
+        latency_s = 2 * (hop.ranks - 1) * level.latency_s + hop.fill_s(sent_bytes)
+        return Stay(latency_s=latency_s, wire_s=wire_s)
+    if hop.is_innermost or level.transport == Transport.GLOO:
+        return _ring_all_reduce(tensor_bytes, hop)
+    return _stay(hop, 2 * math.ceil(math.log2(hop.ranks)), 2 * tensor_bytes)
+
+
+def all_gather_s(tensor_bytes: float, axis: AxisLink) -> float:
+    """Seconds, setup apart, until every rank has a tensor of which each rank holds a part."""
+    stays = [
+        _stay(hop, hop.ranks - 1, (hop.ranks - 1) / hop.ranks * tensor_bytes / held)
+        for held, hop in axis.parts()
+    ]
+    return _pipelined_s(stays) + _staging_s(tensor_bytes, axis)
+
+
+def reduce_scatter_s(tensor_bytes: float, axis: AxisLink) -> float:
+    """Seconds, setup apart, until every rank has its part of the sum of the ranks' tensors.
+
+    gloo reduces the whole tensor everywhere and keeps a part.
+    """
+    if any(hop.level.transport == Transport.GLOO for hop in axis.hops):
+        return all_reduce_s(tensor_bytes, axis) + _staging_s(tensor_bytes, axis)
+    return all_gather_s(tensor_bytes, axis)
 
 
 def all_to_all_s(rank_bytes: float, axis: AxisLink) -> float:
-    """Seconds in which every rank sends an equal part of its `rank_bytes` to every other."""
-    seconds = 0.0
-    latency = 0.0
-    reached = 1
+    """Seconds, setup apart, in which every rank sends each other rank an equal part of its bytes.
+
+    What goes to a rank crosses the outermost hop between the two only.
+    """
+    stays, reached = [], 1
     for hop in axis.hops:
-        outside = reached * hop.ranks
-        latency += (hop.ranks - 1) * hop.latency_s
-        sent = rank_bytes * (outside - reached) / axis.ranks
-        seconds = max(seconds, sent / hop.bandwidth_bytes_per_s)
-        reached = outside
-    return latency + seconds
+        here = min(axis.ranks, reached * hop.ranks)
+        peers = here - reached
+        stay = _stay(hop, 1, rank_bytes * peers / axis.ranks)
+        stays.append(Stay(latency_s=stay.latency_s + peers * MESSAGE_S, wire_s=stay.wire_s))
+        reached = here
+    return _pipelined_s(stays)
 
 
 def broadcast_s(tensor_bytes: float, axis: AxisLink) -> float:
-    """Seconds until every rank of an axis has one rank's tensor."""
-    return sum(hop.latency_s * math.ceil(math.log2(hop.ranks)) for hop in axis.hops) + max(
-        tensor_bytes / hop.bandwidth_bytes_per_s for hop in axis.hops
+    """Seconds, setup apart, until every rank of an axis has one rank's tensor."""
+    return _pipelined_s(
+        [
+            _stay(hop, math.ceil(math.log2(hop.ranks)), tensor_bytes / held)
+            for held, hop in axis.parts()
+        ]
     )
 
 
 def send_s(tensor_bytes: float, axis: AxisLink) -> float:
-    """Seconds to send a tensor from one rank of an axis to the next, over its slowest hop."""
+    """Seconds, setup apart, to send a tensor to a neighbour on the axis, over its slowest hop.
+
+    Two ranks of a pair use as many paths as a large group does.
+    """
     return max(
-        hop.latency_s + (tensor_bytes + hop.half_bandwidth_bytes) / hop.bandwidth_bytes_per_s
+        hop.level.latency_s + hop.fill_s(tensor_bytes) + tensor_bytes / hop.bandwidth_bytes_per_s
         for hop in axis.hops
     )
 
 
-def _held(axis: AxisLink) -> list[tuple[int, Hop]]:
-    """Each hop with the number of parts that the hops inside it cut the tensor into."""
-    pairs: list[tuple[int, Hop]] = []
-    held = 1
-    for hop in axis.hops:
-        pairs.append((held, hop))
-        held *= hop.ranks
-    return pairs
+def _staging_s(tensor_bytes: float, axis: AxisLink) -> float:
+    """Seconds of the library's own copy of a gathered or scattered tensor."""
+    return max(
+        tensor_bytes / hop.level.staging_bytes_per_s
+        if hop.level.staging_bytes_per_s is not None
+        else 0.0
+        for hop in axis.hops
+    )
+
+
+_PRICES: Mapping[str, Callable[[float, AxisLink], float]] = {
+    Collective.ALL_REDUCE: all_reduce_s,
+    Collective.ALL_GATHER: all_gather_s,
+    Collective.REDUCE_SCATTER: reduce_scatter_s,
+    Collective.ALL_TO_ALL: all_to_all_s,
+    Collective.BROADCAST: broadcast_s,
+    Collective.SEND: send_s,
+}

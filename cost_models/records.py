@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from cost_models.errors import ClusterSpecError, MissingRateError
 
@@ -32,45 +33,61 @@ RATES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
-    """How much of a device's peak its kernels reach, as functions of problem size.
+    """How much of a device's peaks its kernels reach, as functions of problem size.
 
-    Each pair is a curve ``best * x / (x + half)``: `best` is the fraction of peak of a huge problem,
-    `half` the size x at which half of it is left.
+    `best` is the fraction of a peak that a huge problem reaches. A curve ``x / (x + half)`` takes it
+    down for smaller ones, `half` being the size x at which half of it is left.
 
     Attributes:
         matmul_best: Fraction of the peak rate.
-        matmul_half_flops: FLOPs of one call.
-        attention_forward_best: Fraction of the peak rate of a fused attention forward, head dim 128.
-        attention_backward_best: The same of its backward.
-        attention_half_length: Keys that a query sees, on average.
+        matmul_best_at: The same by rate, where it differs from `matmul_best`.
+        matmul_half_flops: FLOPs of one call: starting and draining the multiprocessors.
+        matmul_half_k: Contracted length: the prologue and epilogue of an output tile.
+        attention_forward_best: Fraction of the peak rate of a fused attention, head dim 128.
+        attention_backward_best: The same of its gradient.
+        attention_half_keys: Keys that a query sees, on average.
+        attention_diagonal_keys: Keys a query that are computed only to be masked, on the blocks of a
+            causal diagonal.
+        attention_half_head_dim: Head dim, relative to 128.
         memory_best: Fraction of the memory bandwidth of a kernel that only moves bytes.
         memory_half_bytes: Bytes moved by one call.
         source: Where the numbers come from, and when they were fitted.
     """
 
     matmul_best: float
+    matmul_best_at: Mapping[str, float] = field(default_factory=dict, hash=False)
     matmul_half_flops: float
+    matmul_half_k: float
     attention_forward_best: float
     attention_backward_best: float
-    attention_half_length: float
+    attention_half_keys: float
+    attention_diagonal_keys: float
+    attention_half_head_dim: float
     memory_best: float
     memory_half_bytes: float
     source: str
 
     def __post_init__(self) -> None:
-        for name in (
-            "matmul_best",
-            "attention_forward_best",
-            "attention_backward_best",
-            "memory_best",
-        ):
-            value = getattr(self, name)
-            if not 0 < value <= 1:
+        named = {
+            "matmul_best": self.matmul_best,
+            "attention_forward_best": self.attention_forward_best,
+            "attention_backward_best": self.attention_backward_best,
+            "memory_best": self.memory_best,
+        } | {f"matmul_best_at.{rate}": best for rate, best in self.matmul_best_at.items()}
+        for name, fraction in named.items():
+            if not 0 < fraction <= 1:
                 raise ClusterSpecError(
-                    f"cannot use efficiency '{name}': {value} is not a fraction of peak; "
+                    f"cannot use efficiency '{name}': {fraction} is not a fraction of peak; "
                     "give a number above 0 and at most 1"
                 )
-        for name in ("matmul_half_flops", "attention_half_length", "memory_half_bytes"):
+        for name in (
+            "matmul_half_flops",
+            "matmul_half_k",
+            "attention_half_keys",
+            "attention_diagonal_keys",
+            "attention_half_head_dim",
+            "memory_half_bytes",
+        ):
             require_amount("efficiency", name, getattr(self, name), least=0)
 
 
@@ -86,6 +103,8 @@ class Device:
         host_memory_bytes: This device's share of its machine's memory.
         host_link_bytes_per_s: To or from host memory, one way, achieved by large copies.
         launch_s: From the end of one kernel to the start of the next, in a full queue.
+        host_op_s: Time of the host to issue one op of an eager program. A stretch of program takes at
+            least this times its ops, however quick the device; 0 where the device is the host.
         unified_memory: Host memory *is* device memory, so offloading frees nothing.
         efficiency: How much of the peaks is reached.
         source: Where the peaks come from.
@@ -98,6 +117,7 @@ class Device:
     host_memory_bytes: int
     host_link_bytes_per_s: float
     launch_s: float
+    host_op_s: float
     efficiency: Efficiency
     unified_memory: bool = False
     source: str = ""
@@ -114,7 +134,7 @@ class Device:
             require_amount(where, f"peak_flops_per_s.{rate}", flops_per_s)
         for name in ("memory_bytes", "memory_bytes_per_s", "host_link_bytes_per_s"):
             require_amount(where, name, getattr(self, name))
-        for name in ("host_memory_bytes", "launch_s"):
+        for name in ("host_memory_bytes", "launch_s", "host_op_s"):
             require_amount(where, name, getattr(self, name), least=0)
 
     def flops_per_s(self, dtype: str) -> float:
@@ -134,25 +154,38 @@ class Device:
         return peak
 
 
+class Transport(StrEnum):
+    """The library that moves bytes on a level, which decides the algorithms."""
+
+    NCCL = "nccl"
+    GLOO = "gloo"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
     """One level of a network: what joins `size` units of the level below.
 
-    A unit of the innermost level is a device; of the next, what the innermost joins (a node); and so
-    on. Every unit has `ports` ports of `bandwidth_bytes_per_s` each onto the level.
+    A unit of the innermost level is a device; of the next, what the innermost joins (a node); and
+    so on. Every unit has `ports` ports of `bandwidth_bytes_per_s` each onto the level.
 
     Attributes:
         name: ``node``, ``fabric``, ``wan`` ...
         size: Units joined.
         latency_s: Of one message between two units, with the software above it.
+        setup_s: Of starting one collective that crosses the level.
         bandwidth_bytes_per_s: One way, of one port, achieved by large messages.
         ports: Ports of one unit; None gives every device its own.
         half_bandwidth_bytes: Bytes a rank sends at which half of the bandwidth is reached.
+        small_group_ranks: Of a group of this many ranks, half of the bandwidth is reached: small
+            groups use fewer paths.
         oversubscription: By what the ports together exceed what the level can carry.
         flow_bytes_per_s: Most that one connection carries (window over round trip); None: no cap.
         flows: Connections that a pair of ranks opens.
         in_switch_bytes_per_s: Tensor bytes a second of an all-reduce that the switch itself sums;
             None where it cannot.
+        staging_bytes_per_s: Rate at which the library copies a tensor it gathers or scatters;
+            None where it works in place.
+        transport: The library.
         source: Where the numbers come from.
     """
 
@@ -160,21 +193,30 @@ class Level:
     size: int
     latency_s: float
     bandwidth_bytes_per_s: float
+    setup_s: float = 0.0
     ports: int | None = None
     half_bandwidth_bytes: float = 0.0
+    small_group_ranks: float = 0.0
     oversubscription: float = 1.0
     flow_bytes_per_s: float | None = None
     flows: int = 1
     in_switch_bytes_per_s: float | None = None
+    staging_bytes_per_s: float | None = None
+    transport: str = Transport.NCCL
     source: str = ""
 
     def __post_init__(self) -> None:
         where = f"level '{self.name}'"
         require_count(where, "size", self.size)
         require_count(where, "flows", self.flows)
-        require_amount(where, "latency_s", self.latency_s, least=0)
         require_amount(where, "bandwidth_bytes_per_s", self.bandwidth_bytes_per_s)
-        require_amount(where, "half_bandwidth_bytes", self.half_bandwidth_bytes, least=0)
+        for name in ("latency_s", "setup_s", "half_bandwidth_bytes", "small_group_ranks"):
+            require_amount(where, name, getattr(self, name), least=0)
+        if self.small_group_ranks > 1:
+            raise ClusterSpecError(
+                f"cannot use {where}: small_group_ranks is {self.small_group_ranks}; above 1 a "
+                "larger group would be quicker than a smaller one"
+            )
         if not (math.isfinite(self.oversubscription) and self.oversubscription >= 1):
             raise ClusterSpecError(
                 f"cannot use {where}: oversubscription is {self.oversubscription}; "
@@ -182,9 +224,14 @@ class Level:
             )
         if self.ports is not None:
             require_count(where, "ports", self.ports)
-        for name in ("flow_bytes_per_s", "in_switch_bytes_per_s"):
+        for name in ("flow_bytes_per_s", "in_switch_bytes_per_s", "staging_bytes_per_s"):
             if getattr(self, name) is not None:
                 require_amount(where, name, getattr(self, name))
+        if self.transport not in tuple(Transport):
+            raise ClusterSpecError(
+                f"cannot use {where}: transport is {self.transport!r}; "
+                f"known are {', '.join(Transport)}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

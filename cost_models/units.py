@@ -1,8 +1,8 @@
 """Unit constants, and the words people write for quantities.
 
-Internal numbers are bytes, seconds, FLOPs and their quotients. Decimal and binary prefixes are never
-mixed: ``GB`` is 1e9 bytes and ``GiB`` is 2**30 (IEC 80000-13); a network's ``Gb/s`` is 1e9 bits a
-second, an eighth of that in bytes.
+Internal numbers are bytes, seconds, FLOPs and their quotients. Decimal and binary prefixes are
+never mixed: ``GB`` is 1e9 bytes and ``GiB`` is 2**30 (IEC 80000-13); a network's ``Gb/s`` is 1e9
+bits a second, an eighth of that in bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from cost_models.errors import ClusterSpecError
 
 KB, MB, GB, TB = 1e3, 1e6, 1e9, 1e12
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
-US, MS = 1e-6, 1e-3
+GB_BYTES = 10**9
+"""One gigabyte as a whole number of bytes, for sizes."""
 GBIT = 1e9 / 8
 """One gigabit, in bytes."""
 TFLOPS = 1e12
@@ -129,7 +130,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def _byte_unit(unit: str) -> str:
-    """The key of `_BYTES`: prefixes in either case, but a lower-case ``b`` means bits and has none."""
+    """The key of `_BYTES`: prefixes in either case, but a lower-case ``b`` would mean bits."""
     return unit.upper() if unit.endswith("B") else ""
 
 
