@@ -136,7 +136,10 @@ def _level(content: object, index: int) -> Level:
 
 
 def _efficiency(content: object, where: str) -> Efficiency:
-    readers: dict[str, Reader] = {name: _number for name in _names(Efficiency)} | {"source": _text}
+    readers: dict[str, Reader] = dict.fromkeys(_names(Efficiency), _number) | {
+        "matmul_best_at": _fractions,
+        "source": _text,
+    }
     fields = _mapping(content, where, readers)
     _require(fields, where, tuple(readers))
     return Efficiency(**{key: readers[key](fields[key], f"{where}.{key}") for key in readers})
@@ -148,6 +151,14 @@ def _rates(content: object, where: str) -> dict[str, float]:
             f"cannot read '{where}': {content!r} is not a mapping of rates; write bf16: 312 TFLOP/s"
         )
     return {str(key): units.parse_flops(value, f"{where}.{key}") for key, value in content.items()}
+
+
+def _fractions(content: object, where: str) -> dict[str, float]:
+    if not isinstance(content, Mapping):
+        raise ClusterSpecError(
+            f"cannot read '{where}': {content!r} is not a mapping of fractions; write fp8: 0.7"
+        )
+    return {str(key): _number(value, f"{where}.{key}") for key, value in content.items()}
 
 
 def _mapping(content: object, where: str, known: Mapping[str, Reader]) -> dict[str, Any]:

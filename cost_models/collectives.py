@@ -1,9 +1,9 @@
 """Seconds of a collective over one mesh axis.
 
 An axis crosses one or more levels of the network; `axis_link` finds out which. The part of it that
-crosses one level is a *hop*. Algorithms keep all hops busy at once, so the slowest hop's bytes set the
-time and the latencies of all hops add up (the model of multi-dimensional collectives of LIBRA, Won
-et al., ISPASS 2024).
+crosses one level is a *hop*. Algorithms keep all hops busy at once, so the slowest hop's bytes set
+the time and the latencies of all hops add up (the model of multi-dimensional collectives of LIBRA,
+Won et al., ISPASS 2024).
 
 With x the bytes a rank sends on a hop of r ranks, bandwidth w and latency a:
 
@@ -16,7 +16,7 @@ all-to-all            x = (ranks here - ranks inside)/ranks B     a + peers x me
 broadcast             x = B                                       ceil(log2 r) a
 ====================  ==========================================  =======================
 
-B shrinks by the ranks of each hop on the way out, for a hop has scattered it before the next begins.
+B shrinks by the ranks of each hop on the way out: a hop has scattered it before the next begins.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def _pipelined_s(stays: list[Stay]) -> float:
 
 
 def _stay(hop: Hop, messages: float, sent_bytes: float) -> Stay:
-    """What a hop adds when each rank sends `sent_bytes` in so many messages, one after the other."""
+    """What a hop adds when each rank sends `sent_bytes` in so many messages in a row."""
     return Stay(
         latency_s=messages * hop.level.latency_s + hop.fill_s(sent_bytes),
         wire_s=hop.wire_s(sent_bytes),

@@ -1,7 +1,7 @@
 """Seconds of one kernel: a roofline whose roofs depend on the size of the problem.
 
-A kernel takes ``launch + max(compute, memory)``. With p the peak rate, w the memory bandwidth and the
-fractions and sizes of `Efficiency`:
+A kernel takes ``launch + max(compute, memory)``. With p the peak rate, w the memory bandwidth and
+the fractions and sizes of `Efficiency`:
 
 * memory: ``(bytes + half) / (w best)``
 * matmul ``[m, k] @ [k, n]`` of f FLOPs: ``(f + half) / (p best) * (k + half_k) / k``
@@ -66,7 +66,7 @@ class Attention:
         return 4.0 * self.batch * self.heads * self.queries * self.keys_per_query * self.head_dim
 
     def bytes_moved(self, element_bytes: int, *, backward: bool) -> float:
-        """Least bytes: queries, keys, values and the output, and in the backward their gradients."""
+        """Least bytes: queries, keys, values, output, and in the backward their gradients."""
         tensors = self.batch * self.heads * (2 * self.queries + 2 * self.keys) * self.head_dim
         return float(tensors * element_bytes * (2 if backward else 1))
 

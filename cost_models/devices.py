@@ -6,8 +6,8 @@ bandwidths are decimal. Host memory is an even share of what the vendor's refere
 `launch_s` and `host_op_s` are eager PyTorch 2.x: 5 to 8 us an op on the host (profiles of public
 training runs, 2023 to 2024), about 2 us between kernels of a full queue.
 
-Where a constant has no published measurement, its source says *recalled*: an engineer's figure, to be
-replaced by `autopar profile`.
+Where a constant has no published measurement, its source says *recalled*: an engineer's figure, to
+be replaced by `autopar profile`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ HOPPER = replace(
     memory_half_bytes=7e6,
     source=(
         "2026-11-30: matmul 0.94 of the best shape of the MAMF table (794.5 bf16, 1402.6 fp8 of "
-        "ml-engineering), as on A100; attention is FlashAttention-2, the default of PyTorch 2.x, at "
+        "ml-engineering), as on A100; attention is FlashAttention-2, PyTorch's default, at "
         "335 TFLOP/s forward and backward (arXiv 2307.08691); fp32, fp64 and memory recalled"
     ),
 )
@@ -213,8 +213,8 @@ _L4 = Device(
         attention_backward_best=0.38,
         memory_half_bytes=6e5,
         source=(
-            "2026-11-30: published runs at 1050 MHz, near what 72 W sustains, reach 0.39 to 0.53 of "
-            "the peak in products; attention and memory recalled"
+            "2026-11-30: published runs at 1050 MHz, near what 72 W sustains, reach 0.39 to 0.53 "
+            "of the peak in products; attention and memory recalled"
         ),
     ),
     source="NVIDIA L4 data sheet, 2023; PCIe 4 x8",

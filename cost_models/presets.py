@@ -53,8 +53,8 @@ _NVLINK4 = Level(
     small_group_ranks=0.4,
     in_switch_bytes_per_s=272 * GB,
     source=(
-        "fitted 2026-11-30 to nccl-tests on 8 H200 with and without NVLS (ml-engineering, 2025) and "
-        "to published latencies of 10 to 31 us for 2 to 8 H100; 450 GB/s one way on the data sheet"
+        "fitted 2026-11-30 to nccl-tests on 8 H200 with and without NVLS (ml-engineering, 2025) "
+        "and to published latencies of 10 to 31 us for 2 to 8 H100; data sheet 450 GB/s one way"
     ),
 )
 _NVLINK5 = replace(
@@ -148,7 +148,7 @@ _SLINGSHOT = Level(
     bandwidth_bytes_per_s=22 * GB,
     ports=4,
     half_bandwidth_bytes=4e6,
-    source="Frontier: four Slingshot ports of 25 GB/s a node (Dash et al., 2312.12705); 0.88 recalled",
+    source="Frontier: four Slingshot ports of 25 GB/s a node (arXiv 2312.12705); 0.88 recalled",
 )
 _XGMI = Level(
     name="node",
@@ -209,8 +209,8 @@ LOOPBACK = Level(
     staging_bytes_per_s=1.6 * GB,
     transport=Transport.GLOO,
     source=(
-        "measured 2026-11-30 with torch 2.13: gloo over TCP loopback, 2 processes of one thread on 2 "
-        "cores, 1 KiB to 64 MiB; the bandwidth is that of all processes together"
+        "measured 2026-11-30 with torch 2.13: gloo over TCP loopback, 2 processes of one thread on "
+        "2 cores, 1 KiB to 64 MiB; the bandwidth is that of all processes together"
     ),
 )
 """What joins CPU processes of one machine, before they share it."""

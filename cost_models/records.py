@@ -35,8 +35,8 @@ RATES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
 class Efficiency:
     """How much of a device's peaks its kernels reach, as functions of problem size.
 
-    `best` is the fraction of a peak that a huge problem reaches. A curve ``x / (x + half)`` takes it
-    down for smaller ones, `half` being the size x at which half of it is left.
+    `best` is the fraction of a peak that a huge problem reaches. A curve ``x / (x + half)`` takes
+    it down for smaller ones, `half` being the size x at which half of it is left.
 
     Attributes:
         matmul_best: Fraction of the peak rate.
@@ -46,8 +46,8 @@ class Efficiency:
         attention_forward_best: Fraction of the peak rate of a fused attention, head dim 128.
         attention_backward_best: The same of its gradient.
         attention_half_keys: Keys that a query sees, on average.
-        attention_diagonal_keys: Keys a query that are computed only to be masked, on the blocks of a
-            causal diagonal.
+        attention_diagonal_keys: Keys a query that are computed only to be masked, on the blocks of
+            a causal diagonal.
         attention_half_head_dim: Head dim, relative to 128.
         memory_best: Fraction of the memory bandwidth of a kernel that only moves bytes.
         memory_half_bytes: Bytes moved by one call.
@@ -103,8 +103,8 @@ class Device:
         host_memory_bytes: This device's share of its machine's memory.
         host_link_bytes_per_s: To or from host memory, one way, achieved by large copies.
         launch_s: From the end of one kernel to the start of the next, in a full queue.
-        host_op_s: Time of the host to issue one op of an eager program. A stretch of program takes at
-            least this times its ops, however quick the device; 0 where the device is the host.
+        host_op_s: Time of the host to issue one op of an eager program. A stretch of program takes
+            at least this times its ops, however quick the device; 0 where the device is the host.
         unified_memory: Host memory *is* device memory, so offloading frees nothing.
         efficiency: How much of the peaks is reached.
         source: Where the peaks come from.
