@@ -12,12 +12,11 @@
 
 A value is ``%node`` or ``%node:index``; ``[...]`` is a tuple, ``#dtype.float32`` a named constant.
 Names with characters of their own meaning are quoted as in JSON. The text is the same for equal
-graphs and tells unequal ones apart, so it serves golden files and fingerprints.
+graphs and tells unequal ones apart, so it serves golden files.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Iterator
@@ -39,15 +38,6 @@ def graph_text(graph: Graph, *, lines: bool = True) -> str:
         lines: Whether to write the source line of every node.
     """
     return "".join(f"{line}\n" for line in _graph_lines(graph, lines))
-
-
-def fingerprint(graph: Graph) -> str:
-    """Hash of all that matters of a graph: equal for equal steps, wherever their source lies."""
-    digest = hashlib.sha256()
-    for line in _graph_lines(graph, lines=False):
-        digest.update(line.encode())
-        digest.update(b"\n")
-    return digest.hexdigest()[:32]
 
 
 def _graph_lines(graph: Graph, lines: bool) -> Iterator[str]:

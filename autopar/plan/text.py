@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from rich.columns import Columns
 from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.padding import Padding
 from rich.table import Table
@@ -94,8 +95,13 @@ def _headline(plan: Plan) -> RenderableType:
     if plan.microbatches != 1:
         add_row(facts, "", f"in {plan.microbatches} microbatches")
     if plan.hints:
-        add_row(facts, "hints", ", ".join(plan.hints))
+        add_row(facts, "hints", ", ".join(map(hint_text, plan.hints)))
     return Group(title, Padding(facts, (0, 0, 0, 2)))
+
+
+def hint_text(hint: str) -> str:
+    """A hint without the fields it leaves open: ``Degrees(dp=2)``."""
+    return re.sub(r"\(, ", "(", re.sub(r"(, )?\b\w+=None\b", "", hint))
 
 
 def mesh_text(stage: StagePlan) -> str:
@@ -300,9 +306,8 @@ def _time(plan: Plan) -> RenderableType:
 
 
 def _two(left: RenderableType, right: RenderableType) -> RenderableType:
-    made = Table.grid(padding=(0, 4, 0, 0))
-    made.add_row(left, right)
-    return made
+    """Side by side where there is room, else one below the other."""
+    return Columns([left, right], padding=(0, 4))
 
 
 def _search(plan: Plan) -> RenderableType:

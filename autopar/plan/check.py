@@ -1,0 +1,221 @@
+"""Whether a plan is one for this step and these ranks; no solver, no rules.
+
+A plan may come from a file that a person edited or that another model left behind, so every fault
+is an error of its own that names what differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+from autopar.errors import PlanError
+from autopar.ir.graph import INPUT, PARAMETER, SOURCE_OPS, Graph, Node, Ref, TensorType
+from autopar.ir.sharding import Mesh, Partial, Sharding, Split, is_legal
+from autopar.plan.records import NodePlan, ParameterPlan, Plan, StagePlan
+from autopar.plan.wording import sharding_text
+
+Follows = Callable[[Node, NodePlan, Mesh], bool]
+"""Whether a node computes what it should under the shardings of its plan."""
+
+
+def check(
+    plan: Plan,
+    graph: Graph,
+    cluster_ranks: int,
+    *,
+    fingerprint: str | None = None,
+    views: Collection[str] = (),
+    follows: Follows | None = None,
+) -> None:
+    """Refuse a plan that is not legal here.
+
+    Args:
+        plan: The plan.
+        graph: The step captured here.
+        cluster_ranks: Ranks there are here.
+        fingerprint: Of the step captured here; None leaves it unchecked.
+        views: Nodes that only rename dims, which a plan leaves out.
+        follows: Whether the rule of a node allows its shardings; None leaves that unchecked.
+
+    Raises:
+        PlanError: It says what does not fit.
+    """
+    _check_ranks(plan, cluster_ranks)
+    _check_batch(plan, graph)
+    _check_model(plan, graph)
+    if fingerprint is not None and plan.fingerprint != fingerprint:
+        raise _refusal(
+            "parameters and batch are the same, but the captured step is another: the model's "
+            "code, its mode or the loss differs"
+        )
+    for stage in plan.stages:
+        for parameter in stage.parameters:
+            _check_stored(parameter, stage.mesh)
+        _check_inputs(stage, graph)
+        _check_nodes(stage, graph, views)
+        _check_kept(stage, graph)
+        _check_follows(stage, graph, follows)
+    _check_complete(plan, graph, views)
+
+
+def _refusal(what: str, remedy: str = "plan again for this model and batch") -> PlanError:
+    return PlanError(f"cannot use this plan: {what}; {remedy}")
+
+
+def _edited(what: str) -> PlanError:
+    return _refusal(what, "undo the edit or plan again")
+
+
+def _check_ranks(plan: Plan, cluster_ranks: int) -> None:
+    if plan.cluster_ranks != cluster_ranks:
+        raise _refusal(
+            f"it is for {plan.cluster_ranks} ranks of {plan.cluster!r}, here are {cluster_ranks}",
+            f"start {plan.cluster_ranks} processes or plan again",
+        )
+    for number, stage in enumerate(plan.stages):
+        last = stage.first_rank + stage.mesh.num_ranks
+        if stage.first_rank < 0 or last > cluster_ranks:
+            raise _edited(
+                f"stage {number} has ranks {stage.first_rank} to {last - 1} of {cluster_ranks}"
+            )
+
+
+def _check_batch(plan: Plan, graph: Graph) -> None:
+    here = {node.target: node.outputs[0] for node in graph.sources(INPUT)}
+    if difference := _difference(plan.batch, here, "input"):
+        raise _refusal(f"it is for another batch: {difference}")
+
+
+def _check_model(plan: Plan, graph: Graph) -> None:
+    here = {node.target: node.outputs[0] for node in graph.sources(PARAMETER)}
+    there = {p.name: p.type for stage in plan.stages for p in stage.parameters}
+    if difference := _difference(there, here, "parameter"):
+        raise _refusal(f"it is for another model, a {plan.model}: {difference}")
+    seen: set[str] = set()
+    for parameter in (p for stage in plan.stages for p in stage.parameters):
+        if parameter.name in seen:
+            raise _edited(f"parameter {parameter.name!r} is owned twice")
+        seen.add(parameter.name)
+        if parameter.trainable != (parameter.name in graph.gradients) and graph.gradients:
+            words = {True: "trainable", False: "frozen"}
+            says, not_so = words[parameter.trainable], words[not parameter.trainable]
+            raise _refusal(f"parameter {parameter.name!r} is {says} in it and {not_so} here")
+
+
+def _difference(
+    there: Mapping[str, TensorType], here: Mapping[str, TensorType], kind: str
+) -> str | None:
+    """The first difference between types by name, as text."""
+    for name, own in there.items():
+        if name not in here:
+            return f"{kind} {name!r} of the plan is not here"
+        if here[name] != own:
+            return f"{kind} {name!r} is {own} in it and {here[name]} here"
+    missing = next((name for name in here if name not in there), None)
+    return None if missing is None else f"{kind} {missing!r} is not in it"
+
+
+def _check_stored(parameter: ParameterPlan, mesh: Mesh) -> None:
+    what = f"parameter {parameter.name!r}"
+    _check_sharding(parameter.stored, parameter.type, mesh, f"{what} is stored")
+    for used in parameter.used:
+        _check_sharding(used, parameter.type, mesh, f"{what} is used")
+    for axis in parameter.stored:
+        if isinstance(axis, Partial):
+            raise _edited(f"{what} is stored as terms of a sum, no rank would hold it")
+    if not _is_plain(parameter.stored, mesh):
+        raise _edited(
+            f"{what} is stored {sharding_text(parameter.stored, mesh)}, which is not contiguous "
+            "pieces in the order of the mesh axes"
+        )
+
+
+def _is_plain(sharding: Sharding, mesh: Mesh) -> bool:
+    """Whether DTensor says it with ``Shard``: each axis cuts what the axes before it left."""
+    pieces: dict[int, int] = {}
+    for axis, size in zip(sharding, mesh.sizes, strict=True):
+        if isinstance(axis, Split):
+            if axis.outer != pieces.get(axis.dim, 1):
+                return False
+            pieces[axis.dim] = axis.outer * size
+    return True
+
+
+def _check_sharding(sharding: Sharding, kind: TensorType, mesh: Mesh, what: str) -> None:
+    if len(sharding) != len(mesh.sizes):
+        raise _edited(
+            f"{what} with {len(sharding)} entries, the mesh has {len(mesh.sizes)} axes "
+            f"({', '.join(mesh.names)})"
+        )
+    for axis, name, size in zip(sharding, mesh.names, mesh.sizes, strict=True):
+        if isinstance(axis, Split) and axis.dim >= len(kind.shape):
+            raise _edited(f"{what} split along dim {axis.dim}, its type is {kind}")
+        if isinstance(axis, Split) and not is_legal(kind.shape, sharding, mesh, empty=True):
+            raise _edited(
+                f"{what} {sharding_text(sharding, mesh)} in blocks of {axis.block}, which does "
+                f"not fit {kind} on mesh axis {name!r} of size {size}"
+            )
+
+
+def _check_inputs(stage: StagePlan, graph: Graph) -> None:
+    here = {node.target: node.outputs[0] for node in graph.sources(INPUT)}
+    for path, sharding in stage.inputs.items():
+        if path not in here:
+            raise _edited(f"it splits input {path!r}, which is not here")
+        _check_sharding(sharding, here[path], stage.mesh, f"input {path!r} is taken")
+
+
+def _check_nodes(stage: StagePlan, graph: Graph, views: Collection[str]) -> None:
+    seen: set[str] = set()
+    for entry in stage.nodes:
+        node = graph.by_name.get(entry.name)
+        if node is None or node.op in SOURCE_OPS:
+            raise _edited(f"it places node {entry.name!r}, which is not in the captured step")
+        if entry.name in seen:
+            raise _edited(f"it places node {entry.name!r} twice")
+        if entry.name in views:
+            raise _edited(f"it places node {entry.name!r}, a view, which follows its operand")
+        seen.add(entry.name)
+        _check_node(entry, node, graph, stage.mesh)
+
+
+def _check_node(entry: NodePlan, node: Node, graph: Graph, mesh: Mesh) -> None:
+    reads = tuple(graph.type_of(ref) for ref in node.operands)
+    for side, shardings, types in (
+        ("operand", entry.operands, reads),
+        ("output", entry.outputs, node.outputs),
+    ):
+        if len(shardings) != len(types):
+            raise _edited(f"node {node.name!r} has {len(types)} {side}s, it gives {len(shardings)}")
+        for index, (sharding, kind) in enumerate(zip(shardings, types, strict=True)):
+            _check_sharding(sharding, kind, mesh, f"{side} {index} of {node.name!r} is")
+
+
+def _check_kept(stage: StagePlan, graph: Graph) -> None:
+    for name, shardings in stage.kept.items():
+        node, _, index = name.partition(":")
+        at = int(index) if index.isdecimal() else 0
+        if node not in graph.by_name or at >= len(graph.by_name[node].outputs):
+            raise _edited(f"it keeps value {name!r}, which is not in the captured step")
+        for sharding in shardings:
+            kind = graph.type_of(Ref(node, at))
+            _check_sharding(sharding, kind, stage.mesh, f"value {name!r} is kept")
+
+
+def _check_follows(stage: StagePlan, graph: Graph, follows: Follows | None) -> None:
+    if follows is None:
+        return
+    for entry in stage.nodes:
+        node = graph.by_name[entry.name]
+        if not follows(node, entry, stage.mesh):
+            reads = ", ".join(sharding_text(s, stage.mesh) for s in entry.operands)
+            gives = ", ".join(sharding_text(s, stage.mesh) for s in entry.outputs)
+            raise _edited(f"'{node.op}' of {node.source} cannot make {gives} from {reads}")
+
+
+def _check_complete(plan: Plan, graph: Graph, views: Collection[str]) -> None:
+    placed = {entry.name for stage in plan.stages for entry in stage.nodes}
+    for node in graph.nodes:
+        needed = node.op not in SOURCE_OPS and node.name not in views
+        if needed and node.name not in placed:
+            raise _edited(f"it does not place node {node.name!r}, '{node.op}' of {node.source}")

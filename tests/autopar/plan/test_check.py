@@ -1,0 +1,196 @@
+"""Every plan that does not fit gets its own message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from autopar.errors import PlanError
+from autopar.ir.graph import Graph, TensorType
+from autopar.ir.sharding import SUM, WHOLE, Mesh, Sharding, Split
+from autopar.ir.text import parse_graph
+from autopar.plan.check import check
+from autopar.plan.records import NodePlan, ParameterPlan, Plan, StagePlan
+from tests.autopar.plan.samples import llama
+
+STEP = """\
+fwd %w = parameter w : float32[64, 16]
+fwd %x = input x : float32[8, 16]
+fwd %t = aten.t.default(%w) : float32[16, 64]
+fwd %mm = aten.mm.default(%x, %t) : float32[8, 64] @ up model.py:12
+fwd %sum = aten.sum.default(%mm) : float32[]
+bwd %ones = aten.expand.default(%sum, [64, 8]) : float32[64, 8]
+bwd %grad = aten.mm.default(%ones, %x) : float32[64, 16]
+loss %sum
+gradient w %grad
+batch_dim x 0
+"""
+GRAPH = parse_graph(STEP)
+ROWS: Sharding = (Split(0, 1, 4), WHOLE)
+COLUMNS: Sharding = (Split(1, 1, 4), WHOLE)
+ALL: Sharding = (WHOLE, WHOLE)
+STORED: Sharding = (Split(0, 1, 32), Split(0, 2, 16))
+STAGE = StagePlan(
+    mesh=Mesh(("dp", "tp"), (2, 2)),
+    inputs={"x": ROWS},
+    parameters=(
+        ParameterPlan(name="w", type=TensorType((64, 16), "float32"), stored=STORED, used=(ALL,)),
+    ),
+    nodes=(
+        NodePlan(name="mm", operands=(ROWS, ALL), outputs=(ROWS,)),
+        NodePlan(name="sum", operands=(ROWS,), outputs=((SUM, WHOLE),)),
+        NodePlan(name="ones", operands=((SUM, WHOLE),), outputs=(COLUMNS,)),
+        NodePlan(name="grad", operands=(COLUMNS, ROWS), outputs=((SUM, WHOLE),)),
+    ),
+    kept={"x": (ROWS,)},
+)
+PLAN = replace(
+    llama(layers=1),
+    model="Up",
+    cluster="local x 4",
+    cluster_ranks=4,
+    fingerprint="f",
+    batch={"x": TensorType((8, 16), "float32")},
+    stages=(STAGE,),
+)
+
+
+def run(plan: Plan, graph: Graph = GRAPH, ranks: int = 4, fingerprint: str = "f") -> None:
+    check(plan, graph, ranks, fingerprint=fingerprint, views={"t"})
+
+
+def message(plan: Plan, graph: Graph = GRAPH, ranks: int = 4, fingerprint: str = "f") -> str:
+    with pytest.raises(PlanError) as raised:
+        run(plan, graph, ranks, fingerprint)
+    text = str(raised.value)
+    assert text.startswith("cannot use this plan: ")
+    assert "\n" not in text
+    return text
+
+
+def test_a_legal_plan_passes() -> None:
+    run(PLAN)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "what"),
+    [
+        (
+            "[8, 16]",
+            "[6, 16]",
+            "another batch: input 'x' is float32[8, 16] in it and float32[6, 16]",
+        ),
+        ("input x", "input y", "another batch: input 'x' of the plan is not here"),
+        (
+            "%w = parameter w",
+            "%w = parameter v",
+            "another model, a Up: parameter 'w' of the plan is",
+        ),
+        ("[64, 16]", "[32, 16]", "parameter 'w' is float32[64, 16] in it and float32[32, 16] here"),
+        (
+            "fwd %x =",
+            "fwd %v = parameter v : float32[]\nfwd %x =",
+            "another model, a Up: parameter 'v' is not in it",
+        ),
+    ],
+)
+def test_another_model_or_batch_is_told_apart(old: str, new: str, what: str) -> None:
+    assert what in message(PLAN, parse_graph(STEP.replace(old, new)))
+
+
+def test_the_same_shapes_with_another_step_are_refused() -> None:
+    assert "the captured step is another" in message(PLAN, fingerprint="g")
+
+
+def test_other_ranks_are_refused() -> None:
+    found = message(PLAN, ranks=2)
+    assert "it is for 4 ranks of 'local x 4', here are 2; start 4 processes" in found
+
+
+def test_a_parameter_frozen_since_is_refused() -> None:
+    graph = parse_graph(
+        STEP.replace("%x = input", "%v = parameter v : float32[]\nfwd %x = input").replace(
+            "gradient w", "gradient v"
+        )
+    )
+    other = ParameterPlan(name="v", type=TensorType((), "float32"), stored=ALL)
+    plan = replace(PLAN, stages=(replace(STAGE, parameters=(*STAGE.parameters, other)),))
+    assert "parameter 'w' is trainable in it and frozen here" in message(plan, graph)
+
+
+def _stored(sharding: Sharding) -> Callable[[StagePlan], StagePlan]:
+    return lambda s: replace(s, parameters=(replace(s.parameters[0], stored=sharding),))
+
+
+def _node(entry: NodePlan) -> Callable[[StagePlan], StagePlan]:
+    return lambda s: replace(s, nodes=(entry, *s.nodes[1:]))
+
+
+@pytest.mark.parametrize(
+    ("edit", "what"),
+    [
+        (_stored((WHOLE,)), "parameter 'w' is stored with 1 entries, the mesh has 2 axes (dp, tp)"),
+        (
+            _stored((Split(2, 1, 8), WHOLE)),
+            "'w' is stored split along dim 2, its type is float32[64",
+        ),
+        (
+            _stored((Split(0, 1, 16), WHOLE)),
+            "'w' is stored S0(dp) in blocks of 16, which does not fit float32[64, 16] on mesh axis "
+            "'dp' of size 2",
+        ),
+        (_stored((SUM, WHOLE)), "'w' is stored as terms of a sum, no rank would hold it"),
+        (_stored((Split(0, 2, 16), WHOLE)), "'w' is stored S0/2(dp), which is not contiguous"),
+        (
+            _stored((Split(0, 2, 16), Split(0, 1, 32))),
+            "'w' is stored S0(tp,dp), which is not contiguous pieces in the order of the mesh axes",
+        ),
+        (lambda s: replace(s, inputs={"y": ALL}), "it splits input 'y', which is not here"),
+        (lambda s: replace(s, inputs={"x": (WHOLE,)}), "input 'x' is taken with 1 entries"),
+        (
+            _node(NodePlan(name="mul", operands=(), outputs=())),
+            "it places node 'mul', which is not in the captured step",
+        ),
+        (_node(STAGE.nodes[1]), "it places node 'sum' twice"),
+        (_node(NodePlan(name="t", operands=(ALL,), outputs=(ALL,))), "'t', a view, which follows"),
+        (
+            _node(NodePlan(name="mm", operands=(ROWS,), outputs=(ROWS,))),
+            "node 'mm' has 2 operands, it gives 1",
+        ),
+        (
+            _node(NodePlan(name="mm", operands=(ROWS, ALL), outputs=(ROWS, ROWS))),
+            "node 'mm' has 1 outputs, it gives 2",
+        ),
+        (
+            _node(NodePlan(name="mm", operands=(ROWS, ALL), outputs=((Split(0, 1, 3), WHOLE),))),
+            "output 0 of 'mm' is S0(dp) in blocks of 3, which does not fit float32[8, 64]",
+        ),
+        (lambda s: replace(s, kept={"y": (ALL,)}), "it keeps value 'y', which is not in the capt"),
+        (lambda s: replace(s, kept={"mm:1": (ALL,)}), "it keeps value 'mm:1', which is not"),
+        (lambda s: replace(s, kept={"x": ((WHOLE,),)}), "value 'x' is kept with 1 entries"),
+        (
+            lambda s: replace(s, nodes=s.nodes[1:]),
+            "it does not place node 'mm', 'aten.mm.default' of module 'up' (model.py:12)",
+        ),
+        (lambda s: replace(s, first_rank=2), "stage 0 has ranks 2 to 5 of 4"),
+        (
+            lambda s: replace(s, parameters=s.parameters * 2),
+            "parameter 'w' is owned twice",
+        ),
+    ],
+)
+def test_each_edit_that_breaks_a_plan_is_named(
+    edit: Callable[[StagePlan], StagePlan], what: str
+) -> None:
+    found = message(replace(PLAN, stages=(edit(STAGE),)))
+    assert what in found
+    assert found.endswith("; undo the edit or plan again")
+
+
+def test_a_node_that_breaks_its_rule_is_named() -> None:
+    with pytest.raises(PlanError) as raised:
+        check(PLAN, GRAPH, 4, views={"t"}, follows=lambda node, *_: node.name != "mm")
+    what = "'aten.mm.default' of module 'up' (model.py:12) cannot make S0(dp) from S0(dp), whole"
+    assert what in str(raised.value)
