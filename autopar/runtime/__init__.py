@@ -1,0 +1,1 @@
+"""Runs lowered programs: process groups, sharded parameters, the training step, checkpoints."""

@@ -1,0 +1,134 @@
+"""``loss.backward()`` of a step whose gradients are already there.
+
+A training call runs forward and backward as one program and returns the loss; its ``backward``
+multiplies the gradients by what arrives and adds them to ``.grad``. What that order of events
+cannot do exactly is refused:
+
+* a second training call while the loss of the first is alive and waits for its backward (drop it,
+  with ``del loss``, to go on without that backward);
+* ``backward`` twice on one loss, ``create_graph``, ``torch.autograd.grad`` and
+  ``backward(inputs=...)`` through it;
+* gradient hooks of parameters (hooks after accumulation do run);
+* a `torch.amp.GradScaler`: the gradients were computed before it could scale the loss.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import UnsupportedError
+from autopar.runtime.params import wrap_like
+
+
+@dataclass(eq=False)
+class Token:
+    """Gradients that wait for a backward; it dies with the loss that would start it.
+
+    Attributes:
+        targets: Parameters.
+        gradients: This rank's piece of each one's gradient; None once they were added.
+    """
+
+    targets: Sequence[nn.Parameter]
+    gradients: list[Tensor] | None
+
+
+def attach(loss: Tensor, token: Token, anchor: Tensor) -> Tensor:
+    """The loss with a backward that adds the token's gradients.
+
+    Args:
+        loss: 0-d value.
+        token: Kept alive by the result's graph alone.
+        anchor: A leaf that requires grad and that no user knows.
+    """
+    made = _Loss.apply(loss, token, anchor, *token.targets)  # type: ignore[no-untyped-call]
+    return cast(Tensor, made)
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, token: Token, anchor: Tensor, *targets: Any) -> Tensor:
+        # The targets are inputs only so that autograd.grad with respect to them arrives here.
+        ctx.token = token
+        ctx.anchor_node = get_gradient_edge(anchor).node
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Any) -> Any:
+        token: Token = ctx.token
+        if token.gradients is None:
+            raise UnsupportedError(
+                "cannot run backward twice on one loss: its gradients were added and released; "
+                "drop retain_graph, and call parallel(batch) again for another backward"
+            )
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                "cannot differentiate the backward of a compiled step: create_graph asks for "
+                "second derivatives, which the program lacks; use the uncompiled model"
+            )
+        if not torch._C._will_engine_execute_node(ctx.anchor_node):
+            raise UnsupportedError(
+                "cannot take selected gradients of a compiled step: torch.autograd.grad and "
+                "backward(inputs=...) would leave out what the program has already computed; call "
+                "loss.backward() and read .grad"
+            )
+        gradients, token.gradients = token.gradients, None
+        with torch.no_grad():
+            deposit(token.targets, gradients, incoming[0])
+        return (None,) * (3 + len(token.targets))
+
+
+def deposit(targets: Sequence[nn.Parameter], gradients: list[Tensor], incoming: Tensor) -> None:
+    """Multiply gradients by what arrived at the loss and add them to ``.grad``.
+
+    Args:
+        targets: DTensor parameters.
+        gradients: This rank's piece of each one's gradient; changed in place.
+        incoming: 0-d gradient of the loss.
+    """
+    if any(p._backward_hooks for p in targets):
+        raise UnsupportedError(
+            "cannot run a parameter's gradient hook: a compiled step adds whole gradients; use "
+            "register_post_accumulate_grad_hook"
+        )
+    if incoming.device.type != "cpu":
+        torch._foreach_mul_(gradients, incoming)
+    elif (factor := incoming.item()) != 1.0:
+        torch._foreach_mul_(gradients, factor)
+    sums: list[Tensor] = []
+    terms: list[Tensor] = []
+    for parameter, gradient in zip(targets, gradients, strict=True):
+        old = parameter.grad
+        if old is None:
+            parameter.grad = wrap_like(parameter, gradient)
+        elif isinstance(old, DTensor) and old.placements == cast(DTensor, parameter).placements:
+            sums.append(old.to_local())
+            terms.append(gradient)
+        else:
+            parameter.grad = old + wrap_like(parameter, gradient)
+    if sums:
+        torch._foreach_add_(sums, terms)
+    for parameter in targets:
+        hooks = parameter._post_accumulate_grad_hooks
+        for hook in tuple(hooks.values()) if hooks else ():
+            hook(parameter)
+
+
+def called_by_scaler() -> bool:
+    """Whether a `torch.amp.GradScaler` is stepping an optimizer right now."""
+    frame = sys._getframe(1)
+    for _ in range(12):
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+        if isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):
+            return True
+    return False

@@ -1,0 +1,99 @@
+"""Gradient norm and clipping over sharded parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from autopar.errors import AutoparError
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: nn.Module | Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Scale gradients so that their global norm is at most ``max_norm``; the norm before.
+
+    Every logical element counts once: shards are summed over their axes, replicas are not, a tied
+    parameter is one. The norm is a plain 0-d tensor, bitwise equal on every rank. All ranks must
+    call it.
+
+    Args:
+        parameters: A module, or parameters whose ``.grad`` is clipped.
+        max_norm: Largest norm allowed.
+        norm_type: The p of the p-norm; ``inf`` for the largest magnitude.
+        error_if_nonfinite: Whether a norm that is not finite is an error.
+        foreach: As of `torch.nn.utils.clip_grad_norm_`; the fused way is always taken.
+
+    Raises:
+        AutoparError: The norm is not finite and ``error_if_nonfinite`` is set.
+    """
+    gradients = _gradients(parameters)
+    if not gradients:
+        return torch.tensor(0.0)
+    norm = _total_norm(gradients, float(norm_type))
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise AutoparError(
+            f"cannot clip gradients: their norm is {norm.item()}; skip this step, or clip without "
+            "error_if_nonfinite"
+        )
+    factor = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
+    locals_ = [_local(gradient) for gradient in gradients]
+    torch._foreach_mul_(locals_, factor.to(locals_[0].device))
+    return norm
+
+
+def _gradients(parameters: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
+    """Gradients, each once."""
+    if isinstance(parameters, nn.Module):
+        parameters = parameters.parameters()
+    elif isinstance(parameters, Tensor):
+        parameters = (parameters,)
+    distinct = {id(p): p for p in parameters}
+    return [p.grad for p in distinct.values() if p.grad is not None]
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _total_norm(gradients: list[Tensor], norm_type: float) -> Tensor:
+    """Norm over all gradients, joined over the axes that split each of them."""
+    by_axes: dict[Any, list[Tensor]] = {}
+    for gradient in gradients:
+        by_axes.setdefault(_split_axes(gradient), []).append(_local(gradient))
+    infinite = norm_type == float("inf")
+    device = _local(gradients[0]).device
+    total = torch.zeros((), dtype=torch.float32, device=device)
+    for axes, locals_ in sorted(by_axes.items(), key=lambda item: repr(item[0])):
+        # An empty shard has no largest element.
+        filled = [g for g in locals_ if g.numel()] if infinite else locals_
+        norms = torch._foreach_norm(filled, norm_type) if filled else []
+        stacked = torch.stack([n.float() for n in norms]) if norms else total.new_zeros(1)
+        part = stacked.max() if infinite else stacked.pow(norm_type).sum()
+        for mesh, axis in axes:
+            op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
+            dist.all_reduce(part, op=op, group=mesh.get_group(axis))
+        total = torch.maximum(total, part) if infinite else total + part
+    return total if infinite else total.pow(1.0 / norm_type)
+
+
+def _split_axes(gradient: Tensor) -> tuple[tuple[Any, int], ...]:
+    """(mesh, axis) of every axis that splits a gradient, in mesh order."""
+    if not isinstance(gradient, DTensor):
+        return ()
+    placements = cast(DTensor, gradient).placements
+    return tuple(
+        (gradient.device_mesh, axis)
+        for axis, placement in enumerate(placements)
+        if isinstance(placement, Shard)
+    )

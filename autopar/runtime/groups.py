@@ -1,0 +1,441 @@
+"""Process groups, and how ranks keep each other honest.
+
+One `Session` per process: the default process group (made from torchrun's environment if there is
+none), a gloo group for objects, a store for failures and signs of life, and the groups of every
+mesh in use. A program's groups belong to nobody else, so closing them ends every rank that waits
+in one of them.
+
+What bounds a wait:
+
+* ``PHASE_TIMEOUT_S``: an exchange after a phase (rank 0 may plan for long);
+* ``STEP_TIMEOUT_S``: a collective of a step;
+* a lost process ends its peers' collectives at once (the connection closes), and they name it
+  within ``NAMING_S``;
+* a rank that fails in a step and lives on gives the others ``SETTLE_S`` to fail alike, then closes
+  its groups.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch.distributed.device_mesh import DeviceMesh
+
+import autopar.errors
+from autopar.errors import AutoparError, ClusterError, RuntimeFailure
+from autopar.ir.sharding import Mesh
+from autopar.runtime.module import AxisGroup
+
+PHASE_TIMEOUT_S = 1800.0
+STEP_TIMEOUT_S = 600.0
+SETTLE_S = 10.0
+BEAT_S = 1.0
+NAMING_S = 15.0
+
+
+@dataclass(frozen=True)
+class MeshGroups:
+    """The groups of one mesh.
+
+    Attributes:
+        mesh: The mesh.
+        axes: Group of each mesh axis, for a program's collectives.
+        active: Mesh axes of more than one rank (the first one if there are none): the axes of
+            ``device_mesh``, in order.
+        device_mesh: Mesh of the DTensors.
+    """
+
+    mesh: Mesh
+    axes: tuple[AxisGroup, ...]
+    active: tuple[int, ...]
+    device_mesh: DeviceMesh
+
+
+@dataclass(eq=False)
+class Session:
+    """This process among its peers.
+
+    Attributes:
+        rank: Global number of this process; ``world_size`` the number of processes.
+        device: Where its tensors live.
+        control: Gloo group of all ranks, for objects.
+        store: Key-value store of all ranks.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    control: Any
+    store: Any
+    _meshes: dict[tuple[Any, ...], MeshGroups] = field(default_factory=dict)
+    _owned: dict[tuple[Any, ...], list[Any]] = field(default_factory=dict)
+    _epoch: int = 0
+    _closed: str = ""
+
+    def agree(self, phase: str, error: BaseException | None = None) -> None:
+        """Exchange how a phase went; if a rank failed, raise its error on every rank.
+
+        A rank that failed raises its own error; the others raise the lowest failed rank's, with
+        that rank named in the message.
+
+        Args:
+            phase: What has just ended, for messages: ``capture``, ``plan`` ...
+            error: What this rank failed with.
+        """
+        statuses = self._all_gather(phase, None if error is None else _describe(error))
+        if error is not None:
+            raise error
+        for rank, status in enumerate(statuses):
+            if status is not None:
+                raise _rebuilt(status, rank, phase)
+
+    def agree_equal(self, what: str, digest: str) -> None:
+        """Raise on every rank unless all ranks have the same digest of ``what``.
+
+        Raises:
+            RuntimeFailure: They differ.
+        """
+        digests = self._all_gather(what, digest)
+        other = next((r for r, found in enumerate(digests) if found != digests[0]), None)
+        if other is not None:
+            raise RuntimeFailure(
+                f"cannot go on with different {what}: rank 0 has {digests[0]}, rank {other} has "
+                f"{digests[other]}; give every rank the same model, batch, cluster and hints"
+            )
+
+    def broadcast_text(self, text: str | None) -> str:
+        """The text of rank 0."""
+        box = [text]
+        if self.world_size > 1:
+            with self._watched("the broadcast of rank 0's plan"):
+                dist.broadcast_object_list(box, src=0, group=self.control)
+        assert box[0] is not None
+        return box[0]
+
+    def gather_objects(self, what: str, value: Any) -> list[Any]:
+        """Every rank's value, in rank order.
+
+        Args:
+            what: Name of the exchange, for messages.
+            value: Anything that can be pickled.
+        """
+        return self._all_gather(what, value)
+
+    def groups(self, mesh: Mesh, first_rank: int = 0) -> MeshGroups:
+        """Groups of a mesh, made at the first call and warmed up; every rank must call alike.
+
+        Args:
+            mesh: The mesh.
+            first_rank: Global number of its first rank.
+        """
+        self.check_open()
+        key = (mesh.names, mesh.sizes, first_rank)
+        if key not in self._meshes:
+            self._meshes[key], self._owned[key] = self._make_groups(mesh, first_rank)
+        return self._meshes[key]
+
+    def check_open(self) -> None:
+        """Raise if a failed step has closed the groups.
+
+        Raises:
+            RuntimeFailure: It has.
+        """
+        if self._closed:
+            raise RuntimeFailure(
+                f"cannot run on rank {self.rank}: an earlier step failed ({self._closed}); start "
+                "the processes again"
+            )
+
+    def settle(self, action: str, error: Exception) -> AutoparError:
+        """The error to raise after a failed step; ends the other ranks' step if they run on.
+
+        Args:
+            action: What this rank was doing.
+            error: What it failed with.
+        """
+        if self.world_size == 1:
+            return _as_failure(error, action, self.rank)
+        if _is_connection_error(error):
+            return self._after_loss(action, error)
+        status = {**_describe(error), "action": action}
+        own = f"failed/{self._epoch}/"
+        try:
+            self.store.set(f"{own}{self.rank}", json.dumps(status))
+            self.store.wait([f"{own}{r}" for r in range(self.world_size)], _delta(SETTLE_S))
+            found = [json.loads(self.store.get(f"{own}{r}")) for r in range(self.world_size)]
+            alike = len({status["action"] for status in found}) == 1
+        except RuntimeError:  # nobody answered in time, or the store is gone
+            alike = False
+        self._epoch += 1
+        if not alike:
+            self.close(str(error) or type(error).__name__)
+        return _as_failure(error, action, self.rank)
+
+    def close(self, reason: str) -> None:
+        """Close the groups of all programs: ranks that wait in them fail at once."""
+        self._closed = self._closed or reason or "closed"
+        owned, self._owned = self._owned, {}
+        self._meshes.clear()
+        groups = [group for groups in owned.values() for group in groups]
+        owned.clear()
+        # Freeing a group waits for its running collectives, which may themselves hang.
+        threading.Thread(target=_destroy, args=(groups,), daemon=True).start()
+
+    def _after_loss(self, action: str, error: Exception) -> AutoparError:
+        """The error for a collective that failed because of another rank."""
+        epoch = self._epoch
+        self._epoch += 1
+        self.close(_first_line(error))
+        deadline = time.monotonic() + NAMING_S
+        try:
+            beats = self._beats()
+            while time.monotonic() < deadline:
+                for rank in range(self.world_size):
+                    if self.store.check([f"failed/{epoch}/{rank}"]):
+                        status = json.loads(self.store.get(f"failed/{epoch}/{rank}"))
+                        return RuntimeFailure(
+                            f"cannot finish {action} on rank {self.rank}: rank {rank} failed in "
+                            f"{status['action']}: {status['type']}: {status['message']}"
+                        )
+                time.sleep(3 * self.beat_s)
+                lost = [r for r, beat in enumerate(self._beats()) if beat == beats[r]]
+                lost = [r for r in lost if r != self.rank]
+                if lost:
+                    return _lost(lost, action, self.rank, error)
+        except RuntimeError:
+            return _lost([], action, self.rank, error)
+        return _lost(None, action, self.rank, error)
+
+    @property
+    def beat_s(self) -> float:
+        """Seconds between two signs of life of a rank."""
+        return max(BEAT_S, self.world_size / 1000)
+
+    def _beats(self) -> list[bytes]:
+        keys = [f"beat/{rank}" for rank in range(self.world_size)]
+        return list(self.store.multi_get(keys))
+
+    def _all_gather(self, what: str, value: Any) -> list[Any]:
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        with self._watched(f"the exchange after {what}"):
+            dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def _watched(self, action: str) -> _Watched:
+        return _Watched(self, action)
+
+    def _make_groups(self, mesh: Mesh, first_rank: int) -> tuple[MeshGroups, list[Any]]:
+        ranks = torch.arange(first_rank, first_rank + mesh.num_ranks).reshape(mesh.sizes or (1,))
+        active = tuple(a for a, size in enumerate(mesh.sizes) if size > 1)
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        axes, owned = [AxisGroup("", 1)] * len(mesh.sizes), []
+        for axis in active:
+            group = _axis_group(ranks, axis, self.rank, backend)
+            axes[axis] = AxisGroup(group.group_name, mesh.sizes[axis])
+            owned.append(group)
+        active = active or (0,)
+        names = tuple(mesh.names[a] for a in active) if mesh.names else ("all",)
+        grid = ranks.reshape([ranks.shape[a] for a in active])
+        device_mesh = DeviceMesh(self.device.type, grid, mesh_dim_names=names)
+        self._warm_up(owned)
+        return MeshGroups(mesh, tuple(axes), active, device_mesh), owned
+
+    def _warm_up(self, owned: Sequence[Any]) -> None:
+        """Connect the groups before the first step, so that it isn't what finds them broken."""
+        with self._watched("the warm-up of the process groups"):
+            for group in owned:
+                ones = torch.ones(1, device=self.device)
+                dist.all_reduce(ones, group=group)
+                assert ones.item() == dist.get_world_size(group)
+
+
+@dataclass
+class _Watched:
+    """Turns the failure of an exchange into an error that names the rank."""
+
+    session: Session
+    action: str
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and _is_connection_error(error):
+            raise self.session.settle(self.action, error) from error
+
+
+_SESSIONS: weakref.WeakKeyDictionary[Any, Session] = weakref.WeakKeyDictionary()
+"""The session of each default process group: a process has one at a time."""
+
+
+def open_session(device_type: str, num_ranks: int) -> Session:
+    """The session of this process; every rank must call it.
+
+    Args:
+        device_type: ``cpu`` or ``cuda``.
+        num_ranks: Number of ranks the cluster has.
+
+    Raises:
+        ClusterError: Another number of processes runs.
+    """
+    _ensure_process_group(device_type, num_ranks)
+    world_size = dist.get_world_size()
+    if world_size != num_ranks:
+        raise ClusterError(
+            f"cannot run on a cluster of {num_ranks} ranks: {world_size} "
+            f"process{'es are' if world_size != 1 else ' is'} running; start {num_ranks} with "
+            f"torchrun --nproc-per-node, or describe the cluster that is there"
+        )
+    default = dist.group.WORLD
+    session = _SESSIONS.get(default)
+    if session is None:
+        session = _SESSIONS[default] = _new_session(device_type)
+    return session
+
+
+def _new_session(device_type: str) -> Session:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    device = torch.device(device_type)
+    if device_type == "cuda":
+        local = int(os.environ.get("LOCAL_RANK", rank % max(1, torch.cuda.device_count())))
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+    control = None
+    if world_size > 1:
+        control = dist.new_group(backend="gloo", timeout=_delta(PHASE_TIMEOUT_S))
+    default_store: Any = dist.distributed_c10d._get_default_store()
+    store = PrefixStore("autopar", default_store)
+    session = Session(rank, world_size, device, control, store)
+    if world_size > 1:
+        # A store answers one caller at a time: the heart has a connection of its own.
+        _start_heart(PrefixStore("autopar", default_store.clone()), rank, session.beat_s)
+        store.wait([f"beat/{r}" for r in range(world_size)], _delta(PHASE_TIMEOUT_S))
+    return session
+
+
+def _ensure_process_group(device_type: str, num_ranks: int) -> None:
+    if dist.is_initialized():
+        return
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if device_type == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group(backend)
+        return
+    if num_ranks == 1:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        return
+    raise ClusterError(
+        f"cannot run on a cluster of {num_ranks} ranks: 1 process is running and it was not "
+        f"started by torchrun; start {num_ranks} with torchrun --nproc-per-node={num_ranks}"
+    )
+
+
+def _axis_group(ranks: torch.Tensor, axis: int, rank: int, backend: str) -> Any:
+    """This rank's group along an axis; every rank makes every group, in sorted order."""
+    own = None
+    lines = ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]).tolist()
+    for line in sorted(lines):
+        group = dist.new_group(line, timeout=_delta(STEP_TIMEOUT_S), backend=backend)
+        own = group if rank in line else own
+    assert own is not None, f"rank {rank} is not on the mesh"
+    return own
+
+
+def _start_heart(store: Any, rank: int, beat_s: float) -> None:
+    """Write this rank's sign of life until the process ends."""
+    stop = threading.Event()
+
+    def beat() -> None:
+        count = 0
+        while True:
+            try:
+                store.set(f"beat/{rank}", str(count))
+            except RuntimeError:  # the store has gone, and everyone will see that
+                return
+            count += 1
+            if stop.wait(beat_s):
+                return
+
+    thread = threading.Thread(target=beat, name="autopar-heart", daemon=True)
+    thread.start()
+
+    def end() -> None:
+        stop.set()
+        thread.join(timeout=2 * beat_s)
+
+    atexit.register(end)
+
+
+def _destroy(groups: list[Any]) -> None:
+    while groups:
+        group = groups.pop()
+        dist.destroy_process_group(group)
+        del group
+
+
+def _delta(seconds: float) -> timedelta:
+    return timedelta(seconds=seconds)
+
+
+def _describe(error: BaseException) -> dict[str, str]:
+    return {"type": type(error).__name__, "message": str(error) or repr(error)}
+
+
+def _rebuilt(status: Mapping[str, str], rank: int, phase: str) -> AutoparError:
+    """Another rank's error, as this rank raises it."""
+    kind = getattr(autopar.errors, status["type"], None)
+    if isinstance(kind, type) and issubclass(kind, AutoparError):
+        return kind(f"{status['message']} (on rank {rank})")
+    return RuntimeFailure(
+        f"cannot finish {phase}: rank {rank} failed: {status['type']}: {status['message']}"
+    )
+
+
+def _as_failure(error: Exception, action: str, rank: int) -> AutoparError:
+    if isinstance(error, AutoparError):
+        return error
+    return RuntimeFailure(
+        f"cannot run {action} on rank {rank}: {type(error).__name__}: {_first_line(error)}"
+    )
+
+
+def _lost(ranks: list[int] | None, action: str, rank: int, error: Exception) -> RuntimeFailure:
+    if ranks is None:
+        who = "another rank closed its connections"
+    elif not ranks:
+        who = "the store of the process group is gone, and with it the rank that kept it"
+    else:
+        named = ", ".join(str(r) for r in ranks[:8])
+        who = f"rank{'s' if len(ranks) > 1 else ''} {named} gave no sign of life"
+    return RuntimeFailure(
+        f"cannot finish {action} on rank {rank}: {who} ({_first_line(error)}); see that rank's "
+        "output, and start the processes again"
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or repr(error)).strip().split("\n")[0]
+
+
+_LOSS_SIGNS = ("gloo", "Connection closed", "Connection reset", "Broken pipe", "Timed out waiting")
+
+
+def _is_connection_error(error: BaseException) -> bool:
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(s in str(error) for s in _LOSS_SIGNS)

@@ -1,0 +1,240 @@
+"""From a rank's program to an FX module on local tensors.
+
+Every instruction becomes one call; collectives become functional ones over the rank's groups.
+FX's generated code drops every value after its last use, so live bytes are those of the program.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopar.capture.ops import constant_to_torch, resolve, torch_dtype
+from autopar.ir.graph import Arg, Const, Ref
+from autopar.lower.program import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    COLLECTIVES,
+    REDUCE_SCATTER,
+    WAIT,
+    Instruction,
+    Program,
+)
+
+_c10d = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True, slots=True)
+class AxisGroup:
+    """The process group of one mesh axis.
+
+    Attributes:
+        name: Name the functional collectives know it by; empty for an axis of one rank.
+        size: Number of ranks.
+    """
+
+    name: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """How a dtype travels where backends refuse it or reduce it in another sense.
+
+    Attributes:
+        before: What is sent, from the tensor.
+        after: The tensor, from what was received.
+        reduces: Reduction to use for one that is asked for, where it differs.
+    """
+
+    before: Callable[[Tensor], Tensor]
+    after: Callable[[Tensor], Tensor]
+    reduces: Mapping[str, str] = field(default_factory=dict)
+
+
+def _bool_as_bytes(value: Tensor) -> Tensor:
+    return value.view(torch.uint8)
+
+
+def _bytes_as_bool(value: Tensor) -> Tensor:
+    return value.view(torch.bool)
+
+
+def _complex_as_real(value: Tensor) -> Tensor:
+    return torch.view_as_real(value.resolve_conj().contiguous())
+
+
+def _as_bytes(value: Tensor) -> Tensor:
+    return value.unsqueeze(-1).contiguous().view(torch.uint8)
+
+
+def _as_int32(value: Tensor) -> Tensor:
+    return value.to(torch.int32)
+
+
+def _as_int16(value: Tensor) -> Tensor:
+    return value.to(torch.int16)
+
+
+def _bytes_as(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    def bytes_as(value: Tensor) -> Tensor:
+        return value.view(dtype).squeeze(-1)
+
+    return bytes_as
+
+
+_MOVES = (ALL_GATHER, ALL_TO_ALL)
+_SUMS = (ALL_REDUCE, REDUCE_SCATTER)
+_BOOL = Payload(_bool_as_bytes, _bytes_as_bool, {"sum": "max"})
+_COMPLEX = Payload(_complex_as_real, torch.view_as_complex)
+
+_PAYLOADS: Mapping[tuple[str, str], Payload] = {
+    **{(op, "bool"): _BOOL for op in _MOVES + _SUMS},
+    **{(op, kind): _COMPLEX for op in _MOVES + _SUMS for kind in ("complex64", "complex128")},
+    **{(op, "int16"): Payload(_as_int32, _as_int16) for op in _SUMS},
+    **{
+        (op, kind): Payload(_as_bytes, _bytes_as(torch_dtype(kind)))
+        for op in _MOVES
+        for kind in ("int16", "float8_e4m3fn", "float8_e5m2")
+    },
+}
+"""What gloo of torch 2.11 to 2.13 refuses (int16, float8, complex all-to-all and max) and what
+would add differently (bool, which sums as "any"). Everything else travels as it is: both backends
+have all five collectives."""
+
+
+def build_module(
+    program: Program, groups: tuple[AxisGroup, ...], device: torch.device
+) -> fx.GraphModule:
+    """The module that runs a program.
+
+    Its forward takes one tensor for each of the program's inputs, in order, and returns the tuple
+    of `Program.results`. Every node's ``meta["instruction"]`` is the instruction it was made for.
+
+    Args:
+        program: What to run.
+        groups: The group of each mesh axis, in mesh order.
+        device: What device constants mean.
+    """
+    build = _Build(program=program, groups=groups, device=device)
+    for entry in program.inputs:
+        build.values[Ref(entry.name)] = build.graph.placeholder(entry.name)
+    for instruction in program.instructions:
+        build.add(instruction)
+    build.graph.output(tuple(build.values[ref] for ref in program.results))
+    module = fx.GraphModule(torch.nn.Module(), build.graph, "Program")
+    module.graph.lint()
+    return module
+
+
+@dataclass(kw_only=True)
+class _Build:
+    """Working state of `build_module`."""
+
+    program: Program
+    groups: tuple[AxisGroup, ...]
+    device: torch.device
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    values: dict[Ref, fx.Node] = field(default_factory=dict)
+    pending: dict[Ref, Callable[[Tensor], Tensor] | None] = field(default_factory=dict)
+    current: str = ""
+
+    def add(self, instruction: Instruction) -> None:
+        self.current = instruction.name
+        if instruction.op == WAIT:
+            self._wait(instruction)
+        elif instruction.op in COLLECTIVES:
+            self._collective(instruction)
+        else:
+            self._op(instruction)
+
+    def _op(self, instruction: Instruction) -> None:
+        target = resolve(instruction.op)
+        args = tuple(self._arg(arg) for arg in instruction.args)
+        kwargs = {name: self._arg(arg) for name, arg in instruction.kwargs}
+        node = self._call(target, args, kwargs, instruction.name)
+        if not _returns_several(target, len(instruction.outputs)):
+            self.values[Ref(instruction.name)] = node
+            return
+        for index in range(len(instruction.outputs)):
+            item = self._call(operator.getitem, (node, index))
+            self.values[Ref(instruction.name, index)] = item
+
+    def _collective(self, instruction: Instruction) -> None:
+        source, axis, *rest = instruction.args
+        assert isinstance(source, Ref) and isinstance(axis, int)
+        result, group, value = Ref(instruction.name), self.groups[axis], self.values[source]
+        if group.size == 1:
+            self.values[result] = value
+            return
+        payload = _PAYLOADS.get((instruction.op, instruction.outputs[0].dtype))
+        reduce = str(rest[0]) if rest else ""
+        if payload is not None:
+            value = self._call(payload.before, (value,))
+            reduce = payload.reduces.get(reduce, reduce)
+        target, args = _functional(instruction, value, reduce, group)
+        self.values[result] = self._call(target, args, {}, instruction.name)
+        self.pending[result] = None if payload is None else payload.after
+
+    def _wait(self, instruction: Instruction) -> None:
+        (source,) = instruction.operands
+        value = self.values[source]
+        if source in self.pending:
+            value = self._call(_c10d.wait_tensor.default, (value,), {}, instruction.name)
+            after = self.pending[source]
+            value = value if after is None else self._call(after, (value,))
+        self.values[Ref(instruction.name)] = value
+
+    def _arg(self, arg: Arg) -> Any:
+        if isinstance(arg, Ref):
+            return self.values[arg]
+        if isinstance(arg, tuple):
+            return [self._arg(item) for item in arg]
+        if isinstance(arg, Const):
+            return constant_to_torch(arg, self.device)
+        return arg
+
+    def _call(
+        self,
+        target: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        name: str | None = None,
+    ) -> fx.Node:
+        node = self.graph.create_node("call_function", target, args, kwargs or {}, name)
+        node.meta["instruction"] = self.current
+        return node
+
+
+def _functional(
+    instruction: Instruction, value: fx.Node, reduce: str, group: AxisGroup
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The functional collective of an instruction, and its arguments."""
+    if instruction.op == ALL_REDUCE:
+        return _c10d.all_reduce.default, (value, reduce, group.name)
+    if instruction.op == ALL_GATHER:
+        return _c10d.all_gather_into_tensor.default, (value, group.size, group.name)
+    if instruction.op == REDUCE_SCATTER:
+        return _c10d.reduce_scatter_tensor.default, (value, reduce, group.size, group.name)
+    rows = instruction.outputs[0].shape[0] // group.size
+    return _c10d.all_to_all_single.default, (
+        value,
+        [rows] * group.size,
+        [rows] * group.size,
+        group.name,
+    )
+
+
+def _returns_several(target: Callable[..., Any], num_outputs: int) -> bool:
+    """Whether a call returns a tuple or list of tensors rather than one."""
+    schema = getattr(target, "_schema", None)
+    if num_outputs != 1 or schema is None:
+        return num_outputs != 1
+    returns = schema.returns
+    return len(returns) > 1 or not isinstance(returns[0].type, torch.TensorType)

@@ -1,0 +1,260 @@
+"""This rank's parameters and buffers, from a real model or one on meta.
+
+Stored shardings are plain: each axis keeps a parameter whole or splits a dim into the pieces of
+``torch.chunk``, nested in mesh order, so that a DTensor says the same with `Shard` and `Replicate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from autopar.errors import AutoparError
+from autopar.ir.sharding import (
+    Sharding,
+    Split,
+    Whole,
+    dim_splits,
+    local_indices,
+    whole,
+)
+from autopar.lower.program import ProgramInput
+from autopar.runtime.groups import MeshGroups
+from autopar.runtime.initialize import Init, initialized
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """What a rank keeps between steps.
+
+    Attributes:
+        parameters: The model's names to this rank's DTensors; tied names hold one object.
+        buffers: The model's names to plain tensors, the same on every rank.
+        not_saved: Names of buffers that are not persistent.
+    """
+
+    parameters: Mapping[str, nn.Parameter]
+    buffers: Mapping[str, Tensor]
+    not_saved: frozenset[str] = frozenset()
+
+
+def shard_model(
+    model: nn.Module,
+    *,
+    stored: Mapping[str, Sharding],
+    aliases: Mapping[str, str],
+    groups: MeshGroups,
+    coordinates: Sequence[int],
+    device: torch.device,
+    init: Init | None = None,
+    seed: int = 0,
+) -> ModelState:
+    """This rank's parameters and buffers of a model, which is left as it is.
+
+    Args:
+        model: On any device; tensors on meta are made and filled by ``init``.
+        stored: Sharding of parameters by name; one that is absent is whole on every rank.
+        aliases: Second names of tied parameters and buffers to the first.
+        groups: Groups of the plan's mesh.
+        coordinates: This rank's place on it.
+        device: Where the tensors go.
+        init: Fills a model on meta; the default is `initialize.default_init`.
+        seed: Seed of ``init``.
+
+    Raises:
+        AutoparError: Nothing fills a parameter or buffer on meta.
+    """
+    everything = whole(groups.mesh)
+    kept: dict[str, Tensor] = {}
+
+    def keep(name: str, full: Tensor) -> None:
+        if isinstance(full, nn.Parameter):
+            sharding = stored.get(name, everything)
+            kept[name] = local_piece(full, sharding, coordinates).to(device)
+        else:
+            kept[name] = full.detach().to(device, copy=True)
+
+    initialized(model, aliases, init, seed, keep)
+    parameters: dict[str, nn.Parameter] = {}
+    for name, old in model.named_parameters(remove_duplicate=False):
+        owner = aliases.get(name, name)
+        if owner not in parameters:
+            sharding = stored.get(owner, everything)
+            parameters[owner] = as_parameter(
+                kept[owner], old.shape, sharding, groups, old.requires_grad
+            )
+        parameters[name] = parameters[owner]
+    buffers = {
+        name: kept[aliases.get(name, name)]
+        for name, _ in model.named_buffers(remove_duplicate=False)
+    }
+    not_saved = {
+        f"{path}.{leaf}" if path else leaf
+        for path, module in model.named_modules(remove_duplicate=False)
+        for leaf in module._non_persistent_buffers_set
+    }
+    return ModelState(parameters, buffers, frozenset(not_saved))
+
+
+def local_piece(full: Tensor, sharding: Sharding, coordinates: Sequence[int]) -> Tensor:
+    """The rank's piece of a whole tensor, as contiguous memory of its own."""
+    piece = full.detach()
+    for dim in range(full.ndim):
+        piece = _cut(piece, dim, dim_splits(sharding, dim), coordinates)
+    copied = torch.empty(piece.shape, dtype=piece.dtype, device=piece.device)
+    return copied.copy_(piece)
+
+
+def _cut(
+    tensor: Tensor, dim: int, splits: Sequence[tuple[int, Split]], coordinates: Sequence[int]
+) -> Tensor:
+    """The rank's piece along one dim."""
+    if not splits:
+        return tensor
+    size = tensor.shape[dim]
+    indices = local_indices(size, splits, coordinates)
+    if isinstance(indices, range) or not indices:
+        start = indices[0] if indices else size
+        return tensor.narrow(dim, start, len(indices))
+    if indices[-1] - indices[0] == len(indices) - 1:
+        return tensor.narrow(dim, indices[0], len(indices))
+    return tensor.index_select(dim, torch.tensor(indices, device=tensor.device))
+
+
+def placements_of(
+    sharding: Sharding, groups: MeshGroups, shape: Sequence[int]
+) -> tuple[Placement, ...]:
+    """DTensor placements of a stored sharding, one for each axis of ``groups.device_mesh``.
+
+    It must be plain, which the planner guarantees: `verify_plain` says what that means.
+    """
+    verify_plain(sharding, groups, shape)
+    if not sharding:
+        return (Replicate(),)
+    return tuple(_placement(sharding[axis]) for axis in groups.active)
+
+
+def _placement(axis: object) -> Placement:
+    return Shard(axis.dim) if isinstance(axis, Split) else Replicate()
+
+
+def verify_plain(sharding: Sharding, groups: MeshGroups, shape: Sequence[int]) -> None:
+    """Assert that every rank's piece is the one ``torch.chunk`` gives, axis after axis."""
+    assert all(isinstance(axis, (Split, Whole)) for axis in sharding), sharding
+    for dim, size in enumerate(shape):
+        splits = dim_splits(sharding, dim)
+        for corner in (0, 1):
+            coordinates = [corner * (n - 1) for n in groups.mesh.sizes]
+            start, length = 0, size
+            for axis, _ in splits:
+                chunk = -(-length // groups.mesh.sizes[axis])
+                begin = min(coordinates[axis] * chunk, length)
+                start, length = start + begin, min(chunk, length - begin)
+            found = local_indices(size, splits, coordinates) if splits else range(size)
+            ends = (found[0], found[-1]) if len(found) else ()
+            expected = (start, start + length - 1) if length else ()
+            assert len(found) == length and ends == expected, (sharding, shape, dim)
+
+
+def as_parameter(
+    local: Tensor,
+    shape: Sequence[int],
+    sharding: Sharding,
+    groups: MeshGroups,
+    requires_grad: bool,
+) -> nn.Parameter:
+    """A DTensor parameter of which this rank holds ``local``."""
+    placements = placements_of(sharding, groups, shape)
+    return nn.Parameter(as_dtensor(local, shape, placements, groups), requires_grad=requires_grad)
+
+
+@torch.no_grad()
+def as_dtensor(
+    local: Tensor, shape: Sequence[int], placements: Sequence[Placement], groups: MeshGroups
+) -> DTensor:
+    """A DTensor of which this rank holds ``local``; nothing is communicated."""
+    strides = torch.empty(tuple(shape), device="meta").stride()
+    return DTensor.from_local(
+        local,
+        groups.device_mesh,
+        placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=strides,
+    )
+
+
+def wrap_like(parameter: nn.Parameter, local: Tensor) -> DTensor:
+    """A DTensor of the parameter's shape and placements of which this rank holds ``local``.
+
+    The constructor takes the parameter's spec as it is; the public ``from_local`` works out the
+    same one for 50 us a parameter, more than the rest of a small step.
+    """
+    spec = cast(DTensor, parameter)._spec
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+@torch.no_grad()
+def load_value(name: str, own: Tensor, value: Tensor) -> None:
+    """Copy a value into a parameter or buffer, whatever its placements.
+
+    Args:
+        name: For the message.
+        own: DTensor parameter or plain buffer.
+        value: DTensor of any placements, or the whole tensor.
+
+    Raises:
+        AutoparError: The shapes differ.
+    """
+    if value.shape != own.shape:
+        raise AutoparError(
+            f"cannot load {name!r}: the saved shape is {list(value.shape)}, the model's "
+            f"{list(own.shape)}; load a state of this model"
+        )
+    if isinstance(own, DTensor) and isinstance(value, DTensor):
+        same = value.device_mesh == own.device_mesh
+        own.copy_(value if same else wrap_whole(own, value.full_tensor()))
+    elif isinstance(own, DTensor):
+        own.copy_(wrap_whole(own, value))
+    else:
+        own.copy_(value.full_tensor() if isinstance(value, DTensor) else value)
+
+
+def wrap_whole(like: DTensor, full: Tensor) -> DTensor:
+    """A DTensor of the placements of ``like`` cut from a whole tensor; nothing is communicated."""
+    local = full.detach()
+    for axis, placement in enumerate(like.placements):
+        if isinstance(placement, Shard):
+            size = like.device_mesh.size(axis)
+            chunk = -(-local.shape[placement.dim] // size)
+            start = min(like.device_mesh.get_local_rank(axis) * chunk, local.shape[placement.dim])
+            length = min(chunk, local.shape[placement.dim] - start)
+            local = local.narrow(placement.dim, start, length)
+    spec = like._spec
+    return DTensor(local.to(like.device), spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def input_piece(
+    full: Tensor, entry: ProgramInput, coordinates: Sequence[int], batch_dim: int | None
+) -> Tensor:
+    """The rank's piece of an input, a view where it can be.
+
+    Args:
+        full: The input, whole but for ``batch_dim``.
+        entry: How the program takes it.
+        coordinates: The rank's place on the mesh.
+        batch_dim: Dim that holds this rank's samples already, or None.
+    """
+    local = entry.local_type.shape
+    if tuple(full.shape) == local:
+        return full
+    piece = full
+    for dim, size in enumerate(full.shape):
+        if dim != batch_dim and size != local[dim]:
+            piece = _cut(piece, dim, dim_splits(entry.sharding, dim), coordinates)
+    return piece

@@ -1,0 +1,264 @@
+"""One compiled step on one rank: from a batch's tensors to results.
+
+Everything that can be known before a step is worked out when the `Step` is made: which piece of
+which input, which parameter, which result goes where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import BatchError
+from autopar.ir.sharding import Sharding, dim_splits, local_indices
+from autopar.lower.program import Program, ProgramInput
+from autopar.plan.records import Plan
+from autopar.runtime.groups import MeshGroups
+from autopar.runtime.module import build_module
+from autopar.runtime.params import ModelState, input_piece, local_piece
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSource:
+    """What a step is built from.
+
+    Attributes:
+        program: The rank's program.
+        plan: The plan it was lowered from.
+        constants: Real tensor of each of the program's constants, whole.
+        returns_dict: Whether the loss function returns ``(loss, dict)``.
+        batch_dims: Input path to the dim that counts samples.
+    """
+
+    program: Program
+    plan: Plan
+    constants: Mapping[str, Tensor]
+    returns_dict: bool = False
+    batch_dims: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """What a program returned.
+
+    Attributes:
+        loss: The loss, or None.
+        aux: Further results by name.
+        gradients: Pieces of gradients, in the order of ``Step.targets``.
+    """
+
+    loss: Tensor | None
+    aux: dict[str, Tensor]
+    gradients: list[Tensor]
+
+
+class Step:
+    """A program bound to a rank's parameters, buffers and constants.
+
+    Attributes:
+        source: What it was built from.
+        targets: The parameters that get a gradient.
+        module: The program as an FX module.
+        has_run: Whether it has run to its end.
+    """
+
+    def __init__(
+        self,
+        source: StepSource,
+        state: ModelState,
+        groups: MeshGroups,
+        device: torch.device,
+        paths: Sequence[str],
+    ) -> None:
+        program = source.program
+        self.source = source
+        self.targets = tuple(state.parameters[name] for name in program.gradients)
+        self.has_run = False
+        self.module = build_module(program, groups.axes, device)
+        self._call = self.module.forward
+        self._device = device
+        self._paths = tuple(paths)
+        self._inputs = {path: program_input(program, path) for path in paths}
+        self._parameters = [
+            (i, cast(DTensor, state.parameters[e.target]))
+            for i, e in enumerate(program.inputs)
+            if e.kind == "parameter"
+        ]
+        # Buffers and constants enter whole; where the program takes a piece, it is cut here.
+        self._buffers = [
+            (i, state.buffers[e.target], e)
+            for i, e in enumerate(program.inputs)
+            if e.kind == "buffer"
+        ]
+        self._mutated = [state.buffers[name] for name in program.mutations]
+        self._frame: list[Any] = [None] * len(program.inputs)
+        for index, entry in enumerate(program.inputs):
+            if entry.kind == "constant":
+                full = source.constants[entry.target]
+                self._frame[index] = local_piece(full, entry.sharding, self.coordinates).to(device)
+        self._slots = [
+            (i, paths.index(e.target), e) for i, e in enumerate(program.inputs) if e.kind == "input"
+        ]
+        self._num_head = (program.loss is not None) + len(program.aux)
+        self._copied: tuple[int, ...] | None = None
+
+    @property
+    def coordinates(self) -> tuple[int, ...]:
+        return self.source.program.coordinates
+
+    @torch.no_grad()
+    def run(self, tensors: Sequence[Tensor], sharded: bool) -> Results:
+        """Run the program; buffers are updated, parameters and the batch are not.
+
+        Args:
+            tensors: The batch's tensors, in the order of its paths.
+            sharded: Whether they hold this rank's samples only.
+        """
+        values = list(self._frame)
+        for index, position, entry in self._slots:
+            batch_dim = self.source.batch_dims.get(entry.target) if sharded else None
+            piece = input_piece(tensors[position], entry, self.coordinates, batch_dim)
+            values[index] = piece.to(self._device, non_blocking=True)
+        for index, parameter in self._parameters:
+            values[index] = parameter.to_local()
+        for index, buffer, entry in self._buffers:
+            values[index] = input_piece(buffer, entry, self.coordinates, None)
+        results = list(self._run(values))
+        if self._copied is None:
+            self._copied = _aliased(results, values)
+        del values
+        for index in self._copied:
+            results[index] = results[index].clone(memory_format=torch.contiguous_format)
+        self.has_run = True
+        return self._sorted(results)
+
+    def _run(self, values: list[Any]) -> tuple[Tensor, ...]:
+        if torch.is_autocast_enabled(self._device.type):
+            with torch.autocast(self._device.type, enabled=False):
+                return self._call(*values)  # type: ignore[no-any-return]
+        return self._call(*values)  # type: ignore[no-any-return]
+
+    def _sorted(self, results: list[Tensor]) -> Results:
+        program = self.source.program
+        last = self._num_head + len(self.targets)
+        for buffer, value in zip(self._mutated, results[last:], strict=True):
+            buffer.copy_(value)
+        has_loss = program.loss is not None
+        names = (name for name, _ in program.aux)
+        aux = dict(zip(names, results[has_loss : self._num_head], strict=True))
+        return Results(results[0] if has_loss else None, aux, results[self._num_head : last])
+
+    def action_of(self, error: BaseException) -> str:
+        """What the program was doing when it failed, in the model's words."""
+        trace = error.__traceback__
+        line = None
+        while trace is not None:
+            if trace.tb_frame.f_code is self._call.__code__:
+                line = trace.tb_lineno
+            trace = trace.tb_next
+        if line is None:
+            return "a step"
+        name = self.module.code.split("\n")[line - 1].split("=")[0].split(":")[0].strip()
+        node = next((n for n in self.module.graph.nodes if n.name == name), None)
+        wanted = node.meta.get("instruction") if node is not None else None
+        for instruction in self.source.program.instructions:
+            if instruction.name == wanted:
+                module = self.source.plan.modules.get(instruction.origin, "")
+                where = f" of module {module!r}" if module else ""
+                return f"{instruction.op} {instruction.name!r}{where}"
+        return "a step"
+
+    def problem_of_part(self, tensors: Sequence[Tensor]) -> str:
+        """Why this rank's part of a batch does not fit; empty if it does."""
+        for path, tensor in zip(self._paths, tensors, strict=True):
+            entry = self._inputs[path]
+            if entry is None:
+                continue
+            expected = self.part_shape(entry)
+            if tuple(tensor.shape) != expected:
+                return f"{path!r} is {list(tensor.shape)} where the plan expects {list(expected)}"
+        return ""
+
+    def problem_without_part(self) -> str:
+        """Why this rank cannot do without data; empty if it can."""
+        for path, entry in self._inputs.items():
+            if entry is not None and 0 not in self.part_shape(entry):
+                return f"it is None, and the plan reads {path!r} there"
+        return ""
+
+    def part_shape(self, entry: ProgramInput) -> tuple[int, ...]:
+        """Shape of this rank's part of an input: its samples, all else whole."""
+        shape = list(entry.global_type.shape)
+        dim = self.source.batch_dims.get(entry.target)
+        if dim is not None:
+            shape[dim] = len(_samples(entry.sharding, shape[dim], dim, self.coordinates))
+        return tuple(shape)
+
+    def batch_slices(self, rank: int) -> dict[str, slice]:
+        """Input path to the samples that ``rank`` reads.
+
+        Raises:
+            BatchError: They are not contiguous.
+        """
+        mesh = self.source.program.mesh
+        coordinates = mesh.coordinates(rank - self.source.plan.stage.first_rank)
+        found = {}
+        for path, dim in self.source.batch_dims.items():
+            entry = self._inputs.get(path)
+            kind = self.source.plan.batch[path] if entry is None else entry.global_type
+            sharding = () if entry is None else entry.sharding
+            indices = _samples(sharding, kind.shape[dim], dim, coordinates)
+            if len(indices) and indices[-1] - indices[0] != len(indices) - 1:
+                raise BatchError(
+                    f"cannot give rank {rank} a slice of input {path!r}: the plan deals its "
+                    "samples out in turns; pass the global batch to every rank"
+                )
+            start = indices[0] if len(indices) else kind.shape[dim]
+            found[path] = slice(start, start + len(indices))
+        return found
+
+    def num_samples(self) -> int:
+        """Samples in a global batch.
+
+        Raises:
+            BatchError: No input counts samples.
+        """
+        for path, dim in self.source.batch_dims.items():
+            return self.source.plan.batch[path].shape[dim]
+        raise BatchError(
+            "cannot deal out samples: no input of the batch has a dim that counts them"
+        )
+
+
+def program_input(program: Program, path: str) -> ProgramInput | None:
+    """The program's input of that path, None if it reads none."""
+    for entry in program.inputs:
+        if entry.kind == "input" and entry.target == path:
+            return entry
+    return None
+
+
+def _samples(sharding: Sharding, size: int, dim: int, coordinates: Sequence[int]) -> Sequence[int]:
+    splits = dim_splits(sharding, dim)
+    return local_indices(size, splits, coordinates) if splits else range(size)
+
+
+def _aliased(results: Sequence[Tensor], values: Sequence[Any]) -> tuple[int, ...]:
+    """Results that need memory of their own.
+
+    A result may be an input, share storage with an earlier result, or be an expanded view. Which
+    ones do depends on the program alone, so this is worked out once.
+    """
+    taken = {v.untyped_storage().data_ptr() for v in values if isinstance(v, Tensor) and v.numel()}
+    found = []
+    for index, result in enumerate(results):
+        pointer = result.untyped_storage().data_ptr()
+        if result.numel() and (pointer in taken or not result.is_contiguous()):
+            found.append(index)
+        taken.add(pointer)
+    return tuple(found)
