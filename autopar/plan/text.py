@@ -107,10 +107,10 @@ def hint_text(hint: str) -> str:
 def mesh_text(stage: StagePlan) -> str:
     """Axes with their sizes and what each is used for."""
     mesh = stage.mesh
-    axes = [
-        f"{name}={size}" + (f" ({role})" if role else "")
-        for name, size, role in zip(mesh.names, mesh.sizes, axis_roles(stage), strict=True)
-    ]
+    axes = []
+    for name, size, roles in zip(mesh.names, mesh.sizes, axis_roles(stage), strict=True):
+        others = ", ".join(role for role in roles.split(", ") if role != name)
+        axes.append(f"{name}={size} ({others})" if others else f"{name}={size}")
     return " x ".join(axes) or "one rank"
 
 

@@ -1,0 +1,212 @@
+"""The command line: one function a command, each also to be called from Python.
+
+Heavy imports happen inside the commands that need them, so that ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+from rich.console import Console
+
+from autopar.errors import AutoparError
+
+app = typer.Typer(
+    name="autopar",
+    help="Automatic parallelization of PyTorch training.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="pkg.module:build or file.py:build, returning (model, batch) or "
+        "(model, batch, loss); or a transformers config.json.",
+    ),
+]
+HintOption = Annotated[
+    Optional[list[str]],  # noqa: UP045 - typer reads it at run time
+    typer.Option(
+        "--hint",
+        metavar="NAME=VALUE",
+        help="dp=2, tp=4, zero=3, memory_limit=60GiB, replicate=PATTERN, shard=PATTERN:DIM:AXIS.",
+    ),
+]
+BatchOption = Annotated[
+    Optional[int],  # noqa: UP045
+    typer.Option("--batch", min=1, help="Samples of the global batch."),
+]
+SeqOption = Annotated[
+    Optional[int],  # noqa: UP045
+    typer.Option("--seq", min=1, help="Tokens of a sample."),
+]
+PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="A saved plan.")]
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Where to print; at least as wide as the tables where the output is no terminal."""
+    found = Console(stderr=stderr, highlight=False)
+    return found if found.is_terminal else Console(stderr=stderr, highlight=False, width=100)
+
+
+@app.command()
+def demo(
+    steps: Annotated[int, typer.Option(min=2, help="Steps to train.")] = 50,
+    processes: Annotated[int, typer.Option(min=1, help="CPU processes of the parallel run.")] = 2,
+) -> None:
+    """Plan a small GPT, train it on 2 CPU processes and on one, and compare."""
+    from autopar.demo import Demo, run_demo
+
+    outcome = run_demo(Demo(steps=steps, processes=processes), console())
+    if not outcome.passed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def plan(
+    model: ModelArgument,
+    cluster: Annotated[
+        str,
+        typer.Option(help="local:4 (CPU processes), h100:8 (preset, nodes) or a YAML file."),
+    ],
+    batch: BatchOption = None,
+    seq: SeqOption = None,
+    hint: HintOption = None,
+    output: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("-o", "--output", help="Save the plan as JSON."),
+    ] = None,
+    time_limit: Annotated[float, typer.Option(help="Seconds the search may take.")] = 120.0,
+) -> None:
+    """Search the fastest plan that fits in memory; needs no GPU and no process group."""
+    import autopar
+    from autopar.inputs import load_cluster, load_subject, parse_hints
+    from autopar.options import Options
+    from autopar.plan.text import plan_view
+
+    out = console()
+    hints = parse_hints(hint or ())
+    where = load_cluster(cluster)
+    with busy(out, f"building {model}"):
+        subject = load_subject(model, batch=batch, seq=seq)
+    for note in subject.notes:
+        out.print(f"note: {note}", markup=False)
+    name = type(subject.model).__name__
+    with busy(out, f"planning {name} for {where.num_devices} ranks of {where.name}"):
+        found = autopar.plan(
+            subject.model,
+            where,
+            subject.batch,
+            loss=subject.loss,
+            hints=hints,
+            options=Options(time_limit_s=time_limit),
+        )
+    out.print(plan_view(found), markup=False)
+    if output is not None:
+        found.save(output)
+        out.print(f"\nsaved to {output}", markup=False)
+
+
+@app.command()
+def verify(
+    model: ModelArgument,
+    cluster: Annotated[str, typer.Option(help="local:N, N CPU processes.")] = "local:2",
+    plan: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--plan", help="Run this plan instead of searching one."),
+    ] = None,
+    batch: BatchOption = None,
+    seq: SeqOption = None,
+    hint: HintOption = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to train.")] = 5,
+) -> None:
+    """Train some steps on N processes and on one; compare loss, gradients and parameters."""
+    from autopar.spawn import Event
+    from autopar.verify import report_view
+    from autopar.verify import verify as run
+
+    out = console()
+    with out.status("starting") as status:
+
+        def on_event(event: Event) -> None:
+            who = "one process" if event["phase"] == "reference" else cluster
+            status.update(f"{who}: step {event['step']} of {event['steps']}")
+
+        report = run(
+            model,
+            cluster,
+            plan=None if plan is None else str(plan),
+            hints=hint or (),
+            batch=batch,
+            seq=seq,
+            steps=steps,
+            on_event=on_event,
+        )
+    out.print(report_view(report), markup=False)
+    if not report.passed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def explain(
+    plan: PlanArgument,
+    module: Annotated[str, typer.Option(help="Path of a module, or the end of one.")] = "",
+) -> None:
+    """Show what a plan splits over what in a module, and what it communicates there."""
+    from autopar.plan.explain import explain_view
+    from autopar.plan.serialize import load
+
+    console().print(explain_view(load(plan), module), markup=False)
+
+
+@app.command()
+def diff(
+    a: Annotated[Path, typer.Argument(metavar="A", help="A saved plan.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another.")],
+) -> None:
+    """Show what differs between two plans; exit code 1 if anything does."""
+    from autopar.plan.serialize import load
+    from autopar.report.diff import diff_view
+
+    view = diff_view(load(a), load(b), (str(a), str(b)))
+    console().print("the plans are the same" if view is None else view, markup=False)
+    if view is not None:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def busy(out: Console, doing: str) -> Iterator[None]:
+    """A spinner with the seconds so far, where the output is a terminal."""
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as bar:
+        bar.add_task(doing, total=None)
+        yield
+
+
+def main() -> None:
+    """Run the command line; an `AutoparError` is one line and exit code 2."""
+    try:
+        app()
+    except AutoparError as error:
+        if os.environ.get("AUTOPAR_TRACEBACK") == "1":
+            raise
+        console(stderr=True).print(
+            f"error: {error}", style="bold red", markup=False, soft_wrap=True
+        )
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""What differs between two plans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from autopar.plan.records import Plan
+from autopar.plan.text import (
+    add_grouped,
+    add_row,
+    memory_kinds,
+    mesh_text,
+    parameter_cells,
+    render,
+    section,
+    table,
+)
+from autopar.plan.wording import bytes_text, fold_names, percent_text, seconds_text, sharding_text
+
+Names = tuple[str, str]
+"""What to call the two plans."""
+
+
+def diff(a: Plan, b: Plan, names: Names = ("a", "b"), width: int = 100) -> str:
+    """What differs between two plans, as text; empty if nothing does."""
+    view = diff_view(a, b, names)
+    return "" if view is None else render(view, width)
+
+
+def diff_view(a: Plan, b: Plan, names: Names = ("a", "b")) -> RenderableType | None:
+    """The same as something rich can print; None if the plans decide and predict the same."""
+    if a == b:
+        return None
+    parts: list[RenderableType] = [Text(f"{names[0]} -> {names[1]}", style="bold")]
+    for title, rows in (("plan", _facts(a, b)), ("predicted", _predictions(a, b))):
+        made = table("", *names, "")
+        for row in rows:
+            add_row(made, *row)
+        if made.row_count:
+            parts.append(section(title, [made]))
+    for title, left, right in (
+        ("parameters: stored, used", _parameters(a), _parameters(b)),
+        ("nodes: outputs", _nodes(a), _nodes(b)),
+    ):
+        changed = fold_names(_changes(left, right))
+        if changed:
+            made = table("name", *names)
+            add_grouped(made, changed)
+            parts.append(section(title, [made]))
+    return Group(*parts)
+
+
+def _facts(a: Plan, b: Plan) -> Iterator[tuple[str, str, str]]:
+    for what, left, right in (
+        ("model", a.model, b.model),
+        ("captured step", a.fingerprint[:12], b.fingerprint[:12]),
+        ("cluster", a.cluster, b.cluster),
+        ("batch", _batch(a), _batch(b)),
+        ("mesh", _mesh(a), _mesh(b)),
+        ("hints", ", ".join(a.hints) or "none", ", ".join(b.hints) or "none"),
+        ("notes", "; ".join(a.notes) or "none", "; ".join(b.notes) or "none"),
+    ):
+        if left != right:
+            yield what, left, right
+
+
+def _batch(plan: Plan) -> str:
+    return ", ".join(f"{path} {kind}" for path, kind in plan.batch.items())
+
+
+def _mesh(plan: Plan) -> str:
+    return "; ".join(mesh_text(stage) for stage in plan.stages)
+
+
+def _predictions(a: Plan, b: Plan) -> Iterator[tuple[str, str, str, str]]:
+    x, y = a.prediction, b.prediction
+    for what, left, right in (
+        ("step", x.step_s, y.step_s),
+        ("compute", x.compute_s, y.compute_s),
+        ("communication", x.communication_s, y.communication_s),
+        ("exposed communication", x.exposed_s, y.exposed_s),
+        ("optimizer", x.optimizer_s, y.optimizer_s),
+    ):
+        if left != right:
+            yield what, seconds_text(left), seconds_text(right), _change(left, right)
+    kinds = zip(memory_kinds(x.memory).items(), memory_kinds(y.memory).values(), strict=True)
+    for (kind, before), after in kinds:
+        if before != after:
+            yield kind, bytes_text(before), bytes_text(after), _change(before, after)
+    total, other = x.memory.total_bytes, y.memory.total_bytes
+    if total != other:
+        yield "memory a rank", bytes_text(total), bytes_text(other), _change(total, other)
+
+
+def _change(before: float, after: float) -> str:
+    return f"{'+' if after > before else ''}{percent_text(after / before - 1)}" if before else ""
+
+
+def _parameters(plan: Plan) -> Mapping[str, str]:
+    return {
+        p.name: ", ".join(parameter_cells(p, stage.mesh)[1:])
+        for stage in plan.stages
+        for p in stage.parameters
+    }
+
+
+def _nodes(plan: Plan) -> Mapping[str, str]:
+    return {
+        node.name: ", ".join(sharding_text(s, stage.mesh) for s in node.outputs)
+        for stage in plan.stages
+        for node in stage.nodes
+    }
+
+
+def _changes(a: Mapping[str, str], b: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    for name in dict.fromkeys([*a, *b]):
+        left, right = a.get(name, "absent"), b.get(name, "absent")
+        if left != right:
+            yield name, (left, right)
