@@ -51,11 +51,26 @@ def _with_bias(left: str, right: str, product: str) -> RuleMaker:
     return make
 
 
+def _grouped(node: Node, operands: tuple[TensorType, ...]) -> Rule:
+    """Products of groups of rows that an offset tensor ends; groups and their rows stay whole."""
+    left, right = (len(kind.shape) for kind in operands[:2])
+    text, whole = {
+        (2, 3): ("t k, e k n, e -> t n", "t e"),
+        (3, 2): ("e m k, k t, e -> m t", "t e"),
+        (2, 2): ("m t, t n, e -> e m n", "t e"),
+        (3, 3): ("e m k, e k n -> e m n", ""),
+    }[left, right]
+    names = [name for name in text.partition("->")[0].replace(",", " ").split() if name != "e"]
+    flops = multiply_adds(" ".join(dict.fromkeys(names)))
+    return rule(text, linear="0 | 1", whole=whole, flops=flops)(node, operands)
+
+
 RULES: Mapping[str, RuleMaker] = {
     **table("mm", rule("m k, k n -> m n", linear="0 | 1", flops=multiply_adds("m k n"))),
     **table("bmm", rule("b m k, b k n -> b m n", linear="0 | 1", flops=multiply_adds("b m k n"))),
     **table("mv", rule("m k, k -> m", linear="0 | 1", flops=multiply_adds("m k"))),
     **table("dot vdot", rule("k, k -> ", linear="0 | 1", flops=multiply_adds("k"))),
+    **table("_grouped_mm", _grouped),
     **table("addmm", _with_bias("mk", "kn", "aten.mm.default")),
     **table("addmv", _with_bias("mk", "k", "aten.mv.default")),
     **table("baddbmm", _with_bias("bmk", "bkn", "aten.bmm.default")),

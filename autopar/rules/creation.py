@@ -63,8 +63,8 @@ def _emit_arange(emit: Emitter, op: LocalOp) -> None:
 
 RULES: Mapping[str, RuleMaker] = {
     **dict.fromkeys(SOURCE_OPS, _free),
-    **table("full zeros ones empty.memory_format", _filled),
-    **table("new_zeros new_empty", _new("0")),
+    **table("full zeros ones", _filled),
+    **table("new_zeros", _new("0")),
     **table("new_full new_ones", _new("")),
     **table("arange arange.start arange.start_step", _arange),
     **table("scalar_tensor", _filled),

@@ -7,9 +7,9 @@ rest, so its result is a term of a sum. A softmax over a split dim joins its max
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from autopar.ir.graph import Arg, Const, Ref, TensorType
+from autopar.ir.graph import Arg, Const, Ref, TensorType, replace_refs
 from autopar.rules.local import Emitter, LocalOp
 
 Expansion = Callable[[Emitter, LocalOp], None]
@@ -119,6 +119,187 @@ def _dim(op: LocalOp, position: int, rank: int) -> int:
     dim = op.node.args[position]
     assert isinstance(dim, int)
     return dim % rank
+
+
+def index_select(emit: Emitter, op: LocalOp) -> None:
+    """Rows that another rank holds are zero."""
+    dim = _dim(op, 1, len(op.operand_types[0].shape))
+    kind, out = op.operand_type(1), op.output_type()
+    safe, outside = masked_index(
+        emit, op.values[1], kind, op.start(0, dim), op.operand_shape(0)[dim]
+    )
+    value = emit.call("aten.index_select.default", (op.values[0], dim, safe), out)
+    mask = _beside(emit, outside, as_bool(kind), len(out.shape) - 1 - dim)
+    emit.result(zero_where(emit, value, mask, out))
+
+
+def _beside(emit: Emitter, mask: Ref, kind: TensorType, behind: int) -> Ref:
+    """A mask followed by dims of size one, so that it broadcasts over the dims behind."""
+    if behind == 0:
+        return mask
+    shape = kind.shape + (1,) * behind
+    return emit.call("aten.reshape.default", (mask, shape), TensorType(shape, kind.dtype))
+
+
+def _base(emit: Emitter, op: LocalOp, added: Sequence[tuple[int, int]]) -> Ref:
+    """Operand 0 on the first rank of the axes that split what is added, zeros on the others."""
+    axes = {axis for index, dim in added for axis in op.axes_on(index, dim)}
+    if op.is_first(sorted(axes)):
+        return op.values[0]
+    return emit.call("aten.zeros_like.default", (op.values[0],), op.operand_type(0))
+
+
+def scatter_add(emit: Emitter, op: LocalOp) -> None:
+    """Elements that belong to another rank's rows are added as zeros."""
+    dim = _dim(op, 1, len(op.operand_types[0].shape))
+    index, source = op.values[1], op.values[2]
+    if op.axes_on(0, dim):
+        kind, rows = op.operand_type(1), op.operand_shape(0)[dim]
+        index, outside = masked_index(emit, index, kind, op.start(0, dim), rows)
+        source = zero_where(emit, source, outside, op.operand_type(2))
+    base = _base(emit, op, [(1, dim)])
+    emit.result(emit.call(op.node.op, (base, dim, index, source), op.output_type()))
+
+
+def index_add(emit: Emitter, op: LocalOp) -> None:
+    """Rows that belong to another rank are added as zeros."""
+    dim = _dim(op, 1, len(op.operand_types[0].shape))
+    index, source = op.values[1], op.values[2]
+    if op.axes_on(0, dim):
+        kind, rows = op.operand_type(1), op.operand_shape(0)[dim]
+        index, outside = masked_index(emit, index, kind, op.start(0, dim), rows)
+        behind = len(op.operand_types[2].shape) - 1 - dim
+        mask = _beside(emit, outside, as_bool(kind), behind)
+        source = zero_where(emit, source, mask, op.operand_type(2))
+    base = _base(emit, op, [(1, 0)])
+    args = (base, dim, index, source)
+    emit.result(emit.call(op.node.op, args, op.output_type(), op.kwargs()))
+
+
+def index(places: Sequence[int], first: int, rank: int) -> Expansion:
+    """``x[...]`` where some indexed dims are split; index dims come ``first`` in the result.
+
+    Args:
+        places: Dims of x that have an index, in order; the indices are operands 1 on.
+        first: Dims of the result before the index dims.
+        rank: Dims of all indices broadcast together.
+    """
+
+    def expand(emit: Emitter, op: LocalOp) -> None:
+        out = op.output_type()
+        indices, outside = _local_indices(emit, op, places)
+        value = emit.call(op.node.op, (op.values[0], indices), out)
+        behind = len(out.shape) - first - rank
+        mask = _beside(emit, *outside, behind)
+        emit.result(zero_where(emit, value, mask, out))
+
+    return expand
+
+
+def index_put(places: Sequence[int], first: int, rank: int) -> Expansion:
+    """``x[...] += values`` where some indexed dims or some values are split."""
+
+    def expand(emit: Emitter, op: LocalOp) -> None:
+        last = len(op.values) - 1
+        values, indices = op.values[last], op.args()[1]
+        if any(op.axes_on(0, place) for place in places):
+            indices, outside = _local_indices(emit, op, places)
+            whole = len(op.node.outputs[0].shape) - len(places) + rank
+            mask = _beside(emit, *outside, whole - first - rank)
+            shape = outside[1].shape + (1,) * (whole - first - rank)
+            values = _zero_values(emit, values, op.operand_type(last), mask, shape)
+        split = [(i, d) for i in range(1, last) for d in range(len(op.operand_types[i].shape))]
+        base = _base(emit, op, split)
+        args = (base, indices, values, True)
+        emit.result(emit.call(op.node.op, args, op.output_type()))
+
+    return expand
+
+
+def _zero_values(
+    emit: Emitter, values: Ref, kind: TensorType, mask: Ref, shape: tuple[int, ...]
+) -> Ref:
+    """Values zero where a mask of this shape says so; both are broadcast."""
+    rank = max(len(shape), len(kind.shape))
+    pairs = zip(
+        (1,) * (rank - len(shape)) + shape,
+        (1,) * (rank - len(kind.shape)) + kind.shape,
+        strict=True,
+    )
+    out = TensorType(tuple(a if b == 1 else b for a, b in pairs), kind.dtype)
+    return emit.call("aten.masked_fill.Scalar", (values, mask, 0), out)
+
+
+def _local_indices(
+    emit: Emitter, op: LocalOp, places: Sequence[int]
+) -> tuple[Arg, tuple[Ref, TensorType]]:
+    """The list of indices, local where their dim is split, and where any lies elsewhere."""
+    local: list[Ref] = []
+    mask: tuple[Ref, TensorType] | None = None
+    for operand, place in enumerate(places, start=1):
+        value, kind = op.values[operand], op.operand_type(operand)
+        if op.axes_on(0, place):
+            size = op.operand_types[0].shape[place]
+            value = emit.call("aten.remainder.Scalar", (value, size), kind)
+            start, rows = op.start(0, place), op.operand_shape(0)[place]
+            value, outside = masked_index(emit, value, kind, start, rows)
+            mask = _either(emit, mask, (outside, as_bool(kind)))
+        local.append(value)
+    assert mask is not None
+    listed = op.node.args[1]
+    assert isinstance(listed, tuple)
+    return replace_refs(listed, iter(local)), mask
+
+
+def _either(
+    emit: Emitter, first: tuple[Ref, TensorType] | None, second: tuple[Ref, TensorType]
+) -> tuple[Ref, TensorType]:
+    """Where one of two masks holds, broadcast."""
+    if first is None:
+        return second
+    a, b = first[1].shape, second[1].shape
+    rank = max(len(a), len(b))
+    pairs = zip((1,) * (rank - len(a)) + a, (1,) * (rank - len(b)) + b, strict=True)
+    out = TensorType(tuple(y if x == 1 else x for x, y in pairs), "bool")
+    return emit.call("aten.bitwise_or.Tensor", (first[0], second[0]), out), out
+
+
+def mean(position: int) -> Expansion:
+    """The local sum divided by the global count, over the dims at this argument (or all)."""
+
+    def expand(emit: Emitter, op: LocalOp) -> None:
+        kind, out = op.operand_types[0], op.output_type()
+        total = replace_name(op.node.op, "sum")
+        over = op.node.args[position] if position < len(op.node.args) else None
+        dims = over if isinstance(over, tuple) and over else tuple(range(len(kind.shape)))
+        count = math.prod(kind.shape[d] for d in dims if isinstance(d, int))
+        value = emit.call(total, op.args(), out, op.kwargs())
+        emit.result(emit.call("aten.div.Tensor", (value, count), out))
+
+    return expand
+
+
+def replace_name(op: str, name: str) -> str:
+    """``aten.sum.dim_IntList`` of ``aten.mean.dim``: the same arguments, another op."""
+    return f"aten.{name}.default" if op.endswith(".default") else f"aten.{name}.dim_IntList"
+
+
+def logsumexp(emit: Emitter, op: LocalOp) -> None:
+    """Log-sum-exp over split dims: maximum and sum are joined."""
+    kind = op.operand_type(0)
+    over = op.node.args[1]
+    assert isinstance(over, tuple)
+    dims = tuple(d % len(kind.shape) for d in over if isinstance(d, int))
+    axes = sorted({axis for dim in dims for axis in op.axes_on(0, dim)})
+    row = TensorType(tuple(1 if i in dims else s for i, s in enumerate(kind.shape)), kind.dtype)
+    top = emit.call("aten.amax.default", (op.values[0], dims, True), row)
+    top = emit.all_reduce(top, axes, "max")
+    shifted = emit.call("aten.sub.Tensor", (op.values[0], top), kind)
+    exps = emit.call("aten.exp.default", (shifted,), kind)
+    total = emit.call("aten.sum.dim_IntList", (exps, dims, True), row)
+    log = emit.call("aten.log.default", (emit.all_reduce(total, axes),), row)
+    value = emit.call("aten.add.Tensor", (log, top), row)
+    emit.result(emit.call("aten.reshape.default", (value, op.output_shape()), op.output_type()))
 
 
 def onehot_scatter(emit: Emitter, op: LocalOp) -> None:

@@ -6,8 +6,8 @@ functions below read constant arguments and rewrite them for one rank.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from autopar.ir.graph import Arg, Node, TensorType
 from autopar.rules.local import LocalOp
@@ -48,6 +48,21 @@ class Factors:
             whole=frozenset(self.whole),
             **fields,  # type: ignore[arg-type]
         )
+
+
+def drop_outputs(made: Rule, given: Sequence[bool]) -> Rule:
+    """The rule where some outputs are not asked for: their values are empty tensors."""
+    absent = {i for i, there in enumerate(given) if not there}
+    if not absent:
+        return made
+    outputs = tuple((("absent",),) if i in absent else d for i, d in enumerate(made.outputs))
+    unrelated = frozenset((factor, i) for factor in made.factors() for i in absent)
+    return replace(
+        made,
+        outputs=outputs,
+        sizes={**made.sizes, "absent": 0},
+        unrelated=made.unrelated | unrelated,
+    )
 
 
 def linear_sets(text: str) -> Linear:
@@ -115,11 +130,6 @@ def local_sizes(position: int) -> Callable[[LocalOp], LocalArgs]:
         return replaced(op, {position: op.output_shape()}, size=op.output_shape())
 
     return local_args
-
-
-def split_pieces(size: int, starts: Sequence[int]) -> int:
-    """Largest piece that divides a dim and all these offsets into it."""
-    return math.gcd(size, *starts)
 
 
 def table(names: str, maker: RuleMaker) -> dict[str, RuleMaker]:

@@ -15,6 +15,7 @@ from autopar.ir.graph import Node, TensorType
 from autopar.rules.factors import (
     Factors,
     LocalArgs,
+    all_whole,
     argument,
     dim_argument,
     dims_argument,
@@ -546,6 +547,21 @@ def _complex_view(node: Node, operands: tuple[TensorType, ...]) -> Rule:
     return with_linear(factors.rule((given,), (wanted,), view=True), node, operands, FIRST)
 
 
+def _strided(node: Node, operands: tuple[TensorType, ...]) -> Rule:
+    """A reshape, if the strides are those of a dense tensor; otherwise whole."""
+    shape = node.outputs[0].shape
+    dense, step = True, 1
+    for size, stride in zip(reversed(shape), reversed(integers(node.args[2])), strict=True):
+        dense = dense and (size == 1 or stride == step)
+        step *= size
+    offset = argument(node, 3, "storage_offset")
+    if not dense or step != operands[0].num_elements or offset not in (None, 0):
+        return all_whole(node, operands)
+    made = view(node, operands)
+    every = frozenset(made.factors())
+    return replace(made, alias=False, local_args=None, expand=_emit_reshape, expand_on=every)
+
+
 RULES: Mapping[str, RuleMaker] = {
     **table("view _unsafe_view reshape", view),
     **table("unsqueeze", _unsqueeze),
@@ -556,6 +572,8 @@ RULES: Mapping[str, RuleMaker] = {
     **table("transpose.int", _renaming(_transposed)),
     **table("permute", _renaming(_permuted)),
     **table("expand", expand),
+    **table("as_strided", _strided),
+    **table("as_strided_scatter", all_whole),
     **table("slice.Tensor", _slice),
     **table("slice_scatter", _slice_scatter),
     **table("slice_backward", _slice_backward),

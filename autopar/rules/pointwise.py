@@ -94,7 +94,7 @@ selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink sqrt square
 threshold trunc special_entr special_erfcx special_i0 special_i0e special_i1 special_i1e
 special_log_ndtr special_ndtri i0 celu
 clamp clamp.Tensor clamp_min clamp_min.Tensor clamp_max clamp_max.Tensor
-pow.Tensor_Scalar pow.Scalar float_power.Tensor_Scalar rsub.Scalar ones_like full_like empty_like
+pow.Tensor_Scalar pow.Scalar float_power.Tensor_Scalar rsub.Scalar ones_like full_like
 add.Scalar sub.Scalar
 """
 _BINARY = """
@@ -127,7 +127,7 @@ RULES: Mapping[str, RuleMaker] = {
         "div.Tensor div.Scalar div.Tensor_mode div.Scalar_mode true_divide.Tensor",
         pointwise(_quotient),
     ),
-    **table("_to_copy", pointwise(_cast)),
+    **table("_to_copy to.dtype", pointwise(_cast)),
     **table("copy", pointwise("1")),
     **table("complex", pointwise("0 1")),
     **table("where.self", pointwise("1 2")),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from autopar.ir.graph import DTYPE_BYTES, Node, TensorType
 from autopar.rules import expansions
@@ -110,6 +111,77 @@ def _softmax(position: int, expand: expansions.Expansion, linear: str, syncs: in
     return make
 
 
+def _mean(position: int) -> RuleMaker:
+    """A mean over a split dim is a local sum divided by the global count."""
+
+    def make(node: Node, operands: tuple[TensorType, ...]) -> Rule:
+        rank = len(operands[0].shape)
+        dims = dims_argument(argument(node, position, "dim"), rank)
+        made = reduced(node, operands, dims)
+        over = frozenset(f"d{i}" for i in dims)
+        made = replace(made, expand=expansions.mean(position), expand_on=over)
+        return with_linear(made, node, operands, linear_sets("0"))
+
+    return make
+
+
+def _logsumexp(node: Node, operands: tuple[TensorType, ...]) -> Rule:
+    dims = dims_argument(node.args[1], len(operands[0].shape))
+    made = reduced(node, operands, dims)
+    over = frozenset(f"d{i}" for i in dims)
+    return replace(
+        made,
+        expand=expansions.logsumexp,
+        expand_on=over,
+        synced=over,
+        sync_bytes=2 * node.outputs[0].num_bytes,
+    )
+
+
+def _vector_norm(node: Node, operands: tuple[TensorType, ...]) -> Rule:
+    dims = dims_argument(argument(node, 2, "dim"), len(operands[0].shape))
+    return reduced(node, operands, dims, whole=True)
+
+
+def _halves(node: Node, operands: tuple[TensorType, ...]) -> Rule:
+    """Gated linear units and their backward: a dim of two halves ``(c h)``."""
+    factors = Factors()
+    full = operands[-1].shape
+    dim = dim_argument(argument(node, len(operands), "dim", -1), len(full))
+    half = factors.dim("h", full[dim] // 2)
+    both = factors.dim("c", 2, whole=True) + half
+    dims = [() if i == dim else factors.dim(f"d{i}", s) for i, s in enumerate(full)]
+    outer = (*dims[:dim], both, *dims[dim + 1 :])
+    inner = (*dims[:dim], half, *dims[dim + 1 :])
+    if len(operands) == 1:
+        return factors.rule((outer,), (inner,))
+    return with_linear(factors.rule((inner, outer), (outer,)), node, operands, linear_sets("0"))
+
+
+def _histogram(node: Node, operands: tuple[TensorType, ...]) -> Rule:
+    """Counts are summed, if the range does not depend on the elements."""
+    factors = Factors()
+    low, high = argument(node, 2, "min", 0), argument(node, 3, "max", 0)
+    given = factors.dims("d", operands[0].shape, whole=low == high)
+    return factors.rule((given,), (factors.dims("bin", node.outputs[0].shape, whole=True),))
+
+
+def _transform(node: Node, operands: tuple[TensorType, ...]) -> Rule:
+    """Fourier transforms keep the dims they transform whole."""
+    factors = Factors()
+    source, target = operands[0].shape, node.outputs[0].shape
+    over = dims_argument(node.args[1], len(source))
+    given = tuple(
+        factors.dim(f"i{i}" if i in over else f"d{i}", s, whole=i in over)
+        for i, s in enumerate(source)
+    )
+    wanted = tuple(
+        factors.dim(f"o{i}" if i in over else f"d{i}", s, whole=i in over)
+        for i, s in enumerate(target)
+    )
+    return with_linear(factors.rule((given,), (wanted,)), node, operands, linear_sets("0"))
+
+
 RULES: Mapping[str, RuleMaker] = {
     **table("sum.dim_IntList", _over(1, linear="0")),
     **table("sum", _everything(linear="0")),
@@ -128,10 +200,21 @@ RULES: Mapping[str, RuleMaker] = {
         "var.correction std.correction var_mean.correction std_mean.correction",
         _over(1, whole=True),
     ),
-    **table("logsumexp linalg_vector_norm", _over(1, whole=True)),
+    **table("count_nonzero.dim_IntList nansum", _over(1)),
+    **table("mean.dim", _mean(1)),
+    **table("mean", _mean(1)),
+    **table("logsumexp", _logsumexp),
+    **table("linalg_vector_norm", _vector_norm),
+    **table("glu glu_backward", _halves),
+    **table("histc", _histogram),
+    **table("_fft_r2c _fft_c2r _fft_c2c", _transform),
+    **table("kthvalue", _over(2, whole=True)),
+    **table("median.dim mode", _over(1, whole=True)),
+    **table("median", _everything(whole=True)),
+    **table("linalg_cross", _scan(2, "0 | 1")),
     **table("cumsum", _scan(1, "0")),
     **table("cumprod logcumsumexp cummax cummin", _scan(1)),
-    **table("sort", _scan(1)),
+    **table("sort sort.stable argsort", _scan(1)),
     **table("topk", _scan(2)),
     **table("_softmax", _softmax(1, expansions.softmax, "", 2)),
     **table("_log_softmax", _softmax(1, expansions.log_softmax, "", 2)),

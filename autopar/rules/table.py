@@ -15,12 +15,14 @@ from autopar.ir.graph import Node, TensorType
 from autopar.rules import (
     attention,
     contraction,
+    convolution,
     creation,
     indexing,
     movement,
     normalization,
     pointwise,
     reduction,
+    spatial,
 )
 from autopar.rules.factors import all_whole, op_name
 from autopar.rules.notation import Rule, RuleMaker, rule
@@ -29,9 +31,11 @@ RULES: Mapping[str, RuleMaker] = MappingProxyType(
     {
         **pointwise.RULES,
         **contraction.RULES,
+        **convolution.RULES,
         **movement.RULES,
         **reduction.RULES,
         **normalization.RULES,
+        **spatial.RULES,
         **attention.RULES,
         **indexing.RULES,
         **creation.RULES,
