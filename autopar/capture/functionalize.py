@@ -72,7 +72,9 @@ def _replay(tape: Tape, env: dict[Ref, Any], recorder: Recorder) -> None:
             continue
         recorder.phase, recorder.fixed_source = step.phase, step.source
         args = [_torch(arg, env) for arg in step.args]
-        kwargs = {name: _torch(arg, env) for name, arg in step.kwargs.items()}
+        kwargs = {
+            name: _torch(arg, env) for name, arg in step.kwargs.items() if name != "operand_stride"
+        }
         result = step.func(*args, **kwargs)
         outputs = result if isinstance(result, (tuple, list)) else (result,)
         for ref, output in zip(step.results, outputs, strict=False):

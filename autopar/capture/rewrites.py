@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autopar.capture.simplify import CPU, Builder, Draft, Rewrite
+from autopar.errors import UnsupportedError
 from autopar.ir.graph import Arg, Const, Ref, TensorType
 
 Refs = tuple[Ref, ...] | None
@@ -262,16 +263,6 @@ def factory(builder: Builder, draft: Draft) -> Refs:
     return None
 
 
-def tensor_form(op: str) -> Rewrite:
-    """The ``.Tensor`` overload, which takes a number as well."""
-
-    def rewrite(builder: Builder, draft: Draft) -> Refs:
-        draft.op = op
-        return None
-
-    return rewrite
-
-
 def renamed(op: str) -> Rewrite:
     """The same op under its usual name."""
 
@@ -299,12 +290,223 @@ def scaled(builder: Builder, draft: Draft) -> Refs:
     return (_ref(draft.args[0]),) if number == 1 and same else None
 
 
-def softmax_half(builder: Builder, draft: Draft) -> Refs:
-    """Dims of softmax are not negative."""
-    rank = max(len(_operand_type(builder, draft).shape), 1)
-    draft.args = (draft.args[0], _int(draft.args[1]) % rank, *draft.args[2:])
+def positive_dims(position: int, rank_of: int | None = None) -> Rewrite:
+    """A dim, or a tuple of dims, that is not negative.
+
+    Args:
+        position: Where the dims are.
+        rank_of: Position of the shape that the dims count; None for that of operand 0.
+    """
+
+    def rewrite(builder: Builder, draft: Draft) -> Refs:
+        if position < len(draft.args):
+            if rank_of is None:
+                rank = len(_operand_type(builder, draft).shape)
+            else:
+                rank = len(_tuple(draft.args[rank_of]))
+            args = list(draft.args)
+            args[position] = _positive(args[position], max(rank, 1))
+            draft.args = tuple(args)
+        return None
+
+    return rewrite
+
+
+def _positive(dims: Arg, rank: int) -> Arg:
+    if isinstance(dims, tuple):
+        return tuple(_positive(d, rank) for d in dims)
+    return dims % rank if isinstance(dims, int) else dims
+
+
+def slice_backward(builder: Builder, draft: Draft) -> Refs:
+    """Dim, start, end and step are in range."""
+    shape = tuple(_int(size) for size in _tuple(draft.args[1]))
+    dim = _int(draft.args[2]) % len(shape)
+    where = slice(_int(draft.args[3]), _int(draft.args[4]), _int(draft.args[5]))
+    first, last, step = where.indices(shape[dim])
+    draft.args = (draft.args[0], shape, dim, first, max(first, last), step)
     return None
 
+
+def slice_scatter(builder: Builder, draft: Draft) -> Refs:
+    """Dim, start, end and step are written out, in range; writing all is the source alone."""
+    shape = draft.outputs[0].shape
+    dim = _int(_arg(draft, 2, "dim", 0)) % len(shape)
+    start, end = _arg(draft, 3, "start"), _arg(draft, 4, "end")
+    step = _int(_arg(draft, 5, "step", 1))
+    first, last, _ = slice(start, end, step).indices(shape[dim])
+    if (first, last, step) == (0, shape[dim], 1):
+        return (cast_like(builder, draft, _ref(draft.args[1]), draft.outputs[0]),)
+    draft.args, draft.kwargs = (*draft.args[:2], dim, first, max(first, last), step), ()
+    return None
+
+
+def masked_fill(builder: Builder, draft: Draft) -> Refs:
+    """A choice between the number and the operand."""
+    output, value = draft.outputs[0], draft.args[2]
+    kind = TensorType((), output.dtype)
+    if isinstance(value, Ref):
+        filler = cast_like(builder, draft, value, kind)
+    else:
+        assert isinstance(value, (bool, int, float)), value
+        filler = full(builder, draft, value, kind)
+    args = (draft.args[1], filler, draft.args[0])
+    return (builder.derive(draft, "aten.where.self", args, output),)
+
+
+def repeat(builder: Builder, draft: Draft) -> Refs:
+    """A view with a dim of one before each dim, expanded and merged."""
+    known, output = _operand_type(builder, draft), draft.outputs[0]
+    times = tuple(_int(n) for n in _tuple(draft.args[1]))
+    shape = (1,) * (len(times) - len(known.shape)) + known.shape
+    apart = tuple(size for n in shape for size in (1, n))
+    wide = tuple(size for n, r in zip(shape, times, strict=True) for size in (r, n))
+    value = reshape(builder, draft, _ref(draft.args[0]), apart)
+    value = cast_like(builder, draft, value, TensorType(wide, known.dtype))
+    return (reshape(builder, draft, value, output.shape),)
+
+
+def as_strided(builder: Builder, draft: Draft) -> Refs:
+    """What a storage view shows, read as a view or picked by index from the flat storage."""
+    known, output = _operand_type(builder, draft), draft.outputs[0]
+    size, stride, offset = _storage_view(draft, 1)
+    value = _in_storage_order(builder, draft, _ref(draft.args[0]), _strides(draft))
+    if offset == 0 and size_in_order(size, stride) and output.num_elements == known.num_elements:
+        return (reshape(builder, draft, value, output.shape),)
+    flat = reshape(builder, draft, value, (known.num_elements,))
+    places = _places(builder, draft, size, stride, offset)
+    return (builder.derive(draft, "aten.index.Tensor", (flat, (places,)), output),)
+
+
+def as_strided_scatter(builder: Builder, draft: Draft) -> Refs:
+    """A write through a storage view, as a view of what is written or by index."""
+    output = draft.outputs[0]
+    size, stride, offset = _storage_view(draft, 2)
+    source = _ref(draft.args[1])
+    order = _order(_strides(draft), output.shape)
+    stored = tuple(output.shape[d] for d in order)
+    count = builder.type_of(source).num_elements
+    if offset == 0 and size_in_order(size, stride) and count == output.num_elements:
+        value = reshape(builder, draft, source, stored)
+    else:
+        value = _in_storage_order(builder, draft, _ref(draft.args[0]), _strides(draft))
+        flat = TensorType((output.num_elements,), output.dtype)
+        args: tuple[Arg, ...] = (
+            reshape(builder, draft, value, flat.shape),
+            (_places(builder, draft, size, stride, offset),),
+            source,
+        )
+        value = builder.derive(draft, "aten.index_put.default", args, flat)
+        value = reshape(builder, draft, value, stored)
+    back = tuple(order.index(d) for d in range(len(order)))
+    return (builder.derive(draft, "aten.permute.default", (value, back), output),)
+
+
+def _storage_view(draft: Draft, at: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    size = tuple(_int(n) for n in _tuple(draft.args[at]))
+    stride = tuple(_int(n) for n in _tuple(draft.args[at + 1]))
+    return size, stride, _int(_arg(draft, at + 2, "storage_offset") or 0)
+
+
+def _strides(draft: Draft) -> tuple[int, ...]:
+    return tuple(_int(n) for n in _tuple(dict(draft.kwargs)["operand_stride"]))
+
+
+def size_in_order(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether these strides are those of a contiguous tensor; dims of one do not count."""
+    expected = 1
+    for n, step in reversed(list(zip(size, stride, strict=True))):
+        if n != 1 and step != expected:
+            return False
+        expected *= n
+    return True
+
+
+def _order(stride: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Dims from outermost in storage to innermost."""
+    dims = range(len(shape))
+    return tuple(sorted(dims, key=lambda d: (-stride[d], -shape[d], d)))
+
+
+def _in_storage_order(
+    builder: Builder, draft: Draft, value: Ref, stride: tuple[int, ...]
+) -> Ref:
+    """The value with its dims in the order of its storage."""
+    known = builder.type_of(value)
+    order = _order(stride, known.shape)
+    stored = TensorType(tuple(known.shape[d] for d in order), known.dtype)
+    if not size_in_order(stored.shape, tuple(stride[d] for d in order)):
+        raise UnsupportedError(
+            f"cannot capture {draft.op!r} in {draft.source}: it reads the memory around a tensor "
+            "that is part of a larger one; use slicing, unfold or indexing instead"
+        )
+    return builder.derive(draft, "aten.permute.default", (value, order), stored)
+
+
+def _places(
+    builder: Builder, draft: Draft, size: tuple[int, ...], stride: tuple[int, ...], offset: int
+) -> Ref:
+    """Index into the flat storage of every element of a storage view."""
+    total = full(builder, draft, offset, TensorType((), "int64"))
+    shape: tuple[int, ...] = ()
+    for dim, (n, step) in enumerate(zip(size, stride, strict=True)):
+        line = TensorType((n,), "int64")
+        run = builder.derive(
+            draft, "aten.arange.start_step", (0, n, 1), line, device=CPU, dtype=Const("dtype", "int64")
+        )
+        steps = builder.derive(draft, "aten.mul.Tensor", (run, step), line)
+        spread = reshape(builder, draft, steps, (n, *(1,) * (len(size) - dim - 1)))
+        left = reshape(builder, draft, total, (*shape, *(1,) * (len(size) - dim)))
+        shape = (*shape, n)
+        whole = TensorType((*shape, *(1,) * (len(size) - dim - 1)), "int64")
+        total = builder.derive(draft, "aten.add.Tensor", (left, spread), whole)
+    return total
+
+
+def added(builder: Builder, draft: Draft) -> Refs:
+    """``x + 0`` and ``x - 0`` are x, where that changes neither dtype nor shape."""
+    draft.op = draft.op.replace(".Scalar", ".Tensor")
+    same = isinstance(draft.args[0], Ref) and _operand_type(builder, draft) == draft.outputs[0]
+    number = draft.args[1]
+    return (_ref(draft.args[0]),) if same and type(number) in (int, float) and number == 0 else None
+
+
+_DIM_SECOND = (
+    "aten._softmax.default",
+    "aten._log_softmax.default",
+    "aten.all.dim",
+    "aten.amax.default",
+    "aten.amin.default",
+    "aten.any.dim",
+    "aten.argmax.default",
+    "aten.argmin.default",
+    "aten.cummax.default",
+    "aten.cumprod.default",
+    "aten.cumsum.default",
+    "aten.flip.default",
+    "aten.gather.default",
+    "aten.index_add.default",
+    "aten.index_select.default",
+    "aten.logcumsumexp.default",
+    "aten.logsumexp.default",
+    "aten.max.dim",
+    "aten.min.dim",
+    "aten.prod.dim_int",
+    "aten.scatter.src",
+    "aten.scatter.value",
+    "aten.scatter_add.default",
+    "aten.scatter_reduce.two",
+    "aten.sort.default",
+    "aten.unfold.default",
+)
+"""Ops whose dims are their second argument."""
+_DIM_THIRD = (
+    "aten.roll.default",
+    "aten.split.Tensor",
+    "aten.split_with_sizes.default",
+    "aten.topk.default",
+)
+"""Ops whose dims are their third argument."""
 
 REWRITES: Mapping[str, Rewrite] = {
     "aten.detach.default": _same,
@@ -367,14 +569,28 @@ REWRITES: Mapping[str, Rewrite] = {
     "aten.linspace.default": factory,
     "aten.tril_indices.default": factory,
     "aten.triu_indices.default": factory,
-    "aten.add.Scalar": tensor_form("aten.add.Tensor"),
-    "aten.sub.Scalar": tensor_form("aten.sub.Tensor"),
+    "aten.add.Scalar": added,
+    "aten.add.Tensor": added,
+    "aten.sub.Scalar": added,
+    "aten.sub.Tensor": added,
     "aten.mul.Scalar": scaled,
     "aten.mul.Tensor": scaled,
     "aten.div.Scalar": scaled,
     "aten.div.Tensor": scaled,
     "aten.pow.Tensor_Scalar": power,
-    "aten._softmax.default": softmax_half,
-    "aten._log_softmax.default": softmax_half,
+    "aten.slice_backward.default": slice_backward,
+    "aten.slice_scatter.default": slice_scatter,
+    "aten.select_backward.default": positive_dims(2, rank_of=1),
+    "aten.select_scatter.default": positive_dims(2),
+    "aten.masked_fill.Scalar": masked_fill,
+    "aten.masked_fill.Tensor": masked_fill,
+    "aten.repeat.default": repeat,
+    "aten.as_strided.default": as_strided,
+    "aten.as_strided_scatter.default": as_strided_scatter,
+    "aten._conj.default": renamed("aten.conj_physical.default"),
+    "aten._softmax_backward_data.default": positive_dims(2),
+    "aten._log_softmax_backward_data.default": positive_dims(2),
+    **{op: positive_dims(1) for op in _DIM_SECOND},
+    **{op: positive_dims(2) for op in _DIM_THIRD},
 }
 

@@ -18,12 +18,25 @@ _RESHAPES = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.def
 
 
 class InterceptAttention(TorchFunctionMode):
-    """While active, ``scaled_dot_product_attention`` is recorded as ``autopar::attention``."""
+    """While active, ``scaled_dot_product_attention`` is recorded as ``autopar::attention``.
+
+    The function is replaced in ``torch.nn.functional``, where nearly all calls look it up; as a
+    torch function mode it also catches calls of the original under another name.
+    """
 
     def __init__(self, tape: Tape, provenance: Provenance) -> None:
         super().__init__()
         self._tape = tape
         self._provenance = provenance
+
+    def __enter__(self) -> InterceptAttention:
+        torch.nn.functional.scaled_dot_product_attention = self._attention  # type: ignore[assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.nn.functional.scaled_dot_product_attention = _SDPA
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Iterable, Mapping
+import sys
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.capture.batch import batch_dims, flatten_batch, unflatten_batch
 from autopar.capture.decompose import DECOMPOSITIONS
@@ -18,6 +19,7 @@ from autopar.capture.masks import fold_masks
 from autopar.capture.provenance import Provenance
 from autopar.capture.rewrites import REWRITES
 from autopar.capture.sdpa import InterceptAttention
+from autopar.capture.shapes import Shapes
 from autopar.capture.simplify import finish, simplify
 from autopar.capture.substitute import Leaves, fake_like, substituted
 from autopar.capture.tape import Recorder, Tape
@@ -89,11 +91,11 @@ def capture_step(
         UnsupportedError: The step uses something that this version cannot do exactly.
     """
     paths, tensors, _ = flatten_batch(batch)
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    shapes = Shapes()
     provenance = Provenance(model)
     tape = Tape()
-    recorder = Recorder(fake_mode, tape, provenance, DECOMPOSITIONS)
-    with substituted(model, fake_mode) as leaves, fake_mode:
+    recorder = Recorder(shapes, tape, provenance, DECOMPOSITIONS)
+    with substituted(model, shapes.fake_mode) as leaves, shapes.fake_mode, _plain_torch():
         fakes = [fake_like(t).requires_grad_(t.requires_grad) for t in tensors]
         _enter(tape, leaves, paths, fakes)
         faked = unflatten_batch(batch, fakes)
@@ -102,7 +104,7 @@ def capture_step(
         if tape.mutated:
 
             def recorder_for(other: Tape) -> Recorder:
-                return Recorder(fake_mode, other, provenance, DECOMPOSITIONS)
+                return Recorder(shapes, other, provenance, DECOMPOSITIONS)
 
             tape, refs, written = functionalize(tape, results.refs(), recorder_for)
             results = _with_written(results.renamed(refs), written)
@@ -127,6 +129,16 @@ def capture_step(
         inputs=paths,
         fingerprint=fingerprint(graph, constants),
     )
+
+
+@contextmanager
+def _plain_torch() -> Iterator[None]:
+    """Without what makes torch run other ops than the program says: oneDNN's recurrent layers
+    (opaque, and they do not run on fake tensors) and compiled modules."""
+    compiler = sys.modules.get("torch._dynamo")
+    eager = nullcontext() if compiler is None else torch.compiler.set_stance("force_eager")
+    with torch.backends.mkldnn.flags(enabled=False), eager:
+        yield
 
 
 def capture_key(model: nn.Module, batch: Any, *, grad: bool) -> Hashable:

@@ -12,7 +12,6 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
-    FakeTensorMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
@@ -20,15 +19,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.capture.ops import dtype_name
 from autopar.capture.provenance import Provenance
+from autopar.capture.shapes import Shapes
 from autopar.errors import CaptureError, UnsupportedError
 from autopar.ir.graph import CONSTANT, Arg, Const, Phase, Ref, Source, TensorType
 
-Op = torch._ops.OpOverload
 Decompositions = Mapping[Any, Callable[..., Any]]
 
 _DEVICE_QUERY = torch.ops.prim.device.default
 _LIFT = torch.ops.aten.lift_fresh.default
-_ITEM = torch.ops.aten._local_scalar_dense.default
+_STORAGE_VIEWS = (
+    torch.ops.aten.as_strided.default,
+    torch.ops.aten.as_strided_scatter.default,
+)
+_OWN = ("aten::", "prims::", "autopar::")
+_FAKE_ERRORS = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
 _PLAIN = frozenset({int, float, bool, str, type(None)})
 _CONSTANT_KINDS = {
     torch.dtype: "dtype",
@@ -133,11 +142,50 @@ class Tape:
         return step
 
 
+@dataclass(frozen=True, slots=True)
+class _OpFacts:
+    """What a recorder needs to know of an op, looked up once.
+
+    Attributes:
+        name: ``aten.mm.default``.
+        decompose: Records other ops instead; None to record the op.
+        mutable: It writes to an operand.
+        random: Its result is drawn.
+        cached: Its output shapes follow from its operands' layouts.
+    """
+
+    name: str
+    decompose: Callable[..., Any] | None
+    mutable: bool
+    random: bool
+    cached: bool
+
+    @staticmethod
+    def of(func: Any, decompositions: Decompositions) -> _OpFacts:
+        name, mutable = func.name(), func._schema.is_mutable
+        decompose = decompositions.get(func)
+        if decompose is None and _is_composite(name):
+            decompose = func.decompose
+        return _OpFacts(
+            name=str(func),
+            decompose=decompose,
+            mutable=mutable,
+            random=torch.Tag.nondeterministic_seeded in func.tags,
+            cached=name.startswith(_OWN) and not mutable and func is not _LIFT,
+        )
+
+
+def _is_composite(name: str) -> bool:
+    """Whether torch runs the op as other ops; such ones arrive where autograd is switched off."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has_kernel(name, "CompositeImplicitAutograd") and not has_kernel(name, "CPU")
+
+
 class Recorder(TorchDispatchMode):
     """Records ops onto a tape while fake tensors compute their shapes.
 
     Args:
-        fake_mode: The mode that runs the ops; it must be active below this one.
+        shapes: Runs the ops; its fake mode must be active below this one.
         tape: Receives the steps.
         provenance: Tells where ops come from.
         decompositions: Ops that are recorded as the ops of a function instead.
@@ -145,7 +193,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(
         self,
-        fake_mode: FakeTensorMode,
+        shapes: Shapes,
         tape: Tape,
         provenance: Provenance,
         decompositions: Decompositions,
@@ -154,62 +202,70 @@ class Recorder(TorchDispatchMode):
         self.tape = tape
         self.phase = Phase.FORWARD
         self.fixed_source: Source | None = None
-        self._fake_mode = fake_mode
+        self._shapes = shapes
         self._provenance = provenance
         self._decompositions = decompositions
-        self._names: dict[Any, str] = {}
+        self._facts: dict[Any, _OpFacts] = {}
         self._constants: dict[int, Tensor] = {}
         self._device = torch.device("cpu")
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # spares a wrapper around every op; nothing is compiled while recording
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
         if func is _DEVICE_QUERY:
             return self._device
-        decompose = self._decompositions.get(func)
-        if decompose is not None:
+        kwargs = kwargs or {}
+        facts = self._facts.get(func)
+        if facts is None:
+            facts = self._facts[func] = _OpFacts.of(func, self._decompositions)
+        if facts.decompose is not None:
             with self:
-                made = decompose(*args, **kwargs)
+                made = facts.decompose(*args, **kwargs)
             if made is not NotImplemented:
                 return made
+        if facts.random or torch.is_autocast_enabled("cuda"):
+            self._refuse(facts)
         if "device" in kwargs and kwargs["device"] is not None:
             kwargs = {**kwargs, "device": self._device}
         if func is not _LIFT:
             args, kwargs = self._faked(args), self._faked(kwargs)
-        self._check(func)
+        key: list[Any] = [func]
+        read = self._read(args, key)
+        named = self._named(kwargs, key) if kwargs else {}
+        if func in _STORAGE_VIEWS:
+            named["operand_stride"] = args[0].stride()
         try:
-            result = func(*args, **kwargs)
-        except (
-            DataDependentOutputException,
-            DynamicOutputShapeException,
-            UnsupportedFakeTensorException,
-            UnsupportedOperatorException,
-        ) as error:
-            raise self._cannot_fake(func, error) from error
-        self._record(func, args, kwargs, result)
+            result = self._shapes.run(func, args, kwargs, key if facts.cached else None)
+        except _FAKE_ERRORS as error:
+            raise self._cannot_fake(facts.name, error) from error
+        self._record(facts, func, read, named, result)
         return result
 
-    def _record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        outputs: tuple[Any, ...]
+    def _record(
+        self,
+        facts: _OpFacts,
+        func: Any,
+        read: tuple[Arg, ...],
+        named: dict[str, Arg],
+        result: Any,
+    ) -> None:
+        outputs: tuple[Any, ...] = ()
         if isinstance(result, Tensor):
             outputs = (result,)
         elif isinstance(result, (tuple, list)):
             outputs = tuple(result)
-        else:
-            outputs = ()
-        if not outputs and not func._schema.is_mutable:
+        elif not facts.mutable:
             return
-        name = self._names.get(func)
-        if name is None:
-            name = self._names[func] = str(func)
-        read = tuple([self._arg(arg) for arg in args])
-        named = {key: self._arg(arg) for key, arg in kwargs.items()}
-        step = self.tape.append(func, name, read, named, outputs)
+        step = self.tape.append(func, facts.name, read, named, outputs)
         step.phase = self.phase
         step.source = self._source()
-        if func._schema.is_mutable:
+        if facts.mutable:
             self.tape.mutated = True
+            self._shapes.forget(outputs)
 
     def _source(self) -> Source:
         if self.fixed_source is not None:
@@ -218,14 +274,34 @@ class Recorder(TorchDispatchMode):
             return self._provenance.between_nodes()
         return self._provenance.now()
 
-    def _arg(self, arg: Any) -> Arg:
-        kind = type(arg)
-        if kind in _PLAIN:
-            return arg  # type: ignore[no-any-return]
-        if isinstance(arg, Tensor):
-            return self._value(arg)
-        if kind in (list, tuple) or isinstance(arg, (list, tuple)):
-            return tuple([self._arg(item) for item in arg])
+    def _read(self, args: Any, key: list[Any]) -> tuple[Arg, ...]:
+        """The arguments as a graph has them; ``key`` receives what decides the result's shape."""
+        found: list[Arg] = []
+        for arg in args:
+            kind = type(arg)
+            if kind is FakeTensor:
+                found.append(self._value(arg))
+                key.append(self._shapes.layout(arg))
+            elif kind in _PLAIN:
+                found.append(arg)
+                key.append(kind)
+                key.append(arg)
+            elif isinstance(arg, (list, tuple)):
+                key.append(len(arg))
+                found.append(self._read(arg, key))
+            elif isinstance(arg, Tensor):
+                found.append(self._value(arg))
+                key.append(object())
+            else:
+                found.append(self._constant_arg(arg, kind))
+                key.append(found[-1])
+        return tuple(found)
+
+    def _named(self, kwargs: Mapping[str, Any], key: list[Any]) -> dict[str, Arg]:
+        key.extend(kwargs)
+        return dict(zip(kwargs, self._read(kwargs.values(), key), strict=True))
+
+    def _constant_arg(self, arg: Any, kind: type) -> Arg:
         if kind in _CONSTANT_KINDS:
             return Const(_CONSTANT_KINDS[kind], str(arg).removeprefix("torch."))
         if kind is torch.device:
@@ -269,40 +345,41 @@ class Recorder(TorchDispatchMode):
 
     def _faked(self, arg: Any) -> Any:
         """The argument with real tensors made fake, each always as the same one."""
-        if isinstance(arg, FakeTensor):
-            return arg
-        if isinstance(arg, Tensor):
-            found = self._constants.get(id(arg))
-            if found is None:
-                ref = self._value(arg)
-                if isinstance(self.tape.tensor(ref), FakeTensor):
-                    return self.tape.tensor(ref)
-                found = self._fake_mode.from_tensor(arg.detach().cpu())
-                self._constants[id(arg)] = found
-                self.tape.bind(found, ref)
-            return found
         kind = type(arg)
+        if kind is FakeTensor or kind in _PLAIN:
+            return arg
         if kind is tuple or kind is list:
-            return kind([self._faked(item) for item in arg])
+            made = [self._faked(item) for item in arg]
+            same = all(a is b for a, b in zip(made, arg, strict=True))
+            return arg if same else kind(made)
         if kind is dict:
-            return {key: self._faked(item) for key, item in arg.items()}
+            return {key: self._faked(item) for key, item in arg.items()} if arg else arg
+        if isinstance(arg, Tensor) and not isinstance(arg, FakeTensor):
+            return self._fake_constant(arg)
         return arg
 
-    def _check(self, func: Any) -> None:
-        if torch.Tag.nondeterministic_seeded in func.tags:
+    def _fake_constant(self, tensor: Tensor) -> Tensor:
+        found = self._constants.get(id(tensor))
+        if found is None:
+            ref = self._value(tensor)
+            found = self._shapes.fake_mode.from_tensor(tensor.detach().cpu())
+            self._constants[id(tensor)] = found
+            self.tape.bind(found, ref)
+        return found
+
+    def _refuse(self, facts: _OpFacts) -> None:
+        if facts.random:
             raise UnsupportedError(
-                f"cannot capture random op {str(func)!r} in {self._source()}: random ops are not "
+                f"cannot capture random op {facts.name!r} in {self._source()}: random ops are not "
                 "supported yet; set dropout to 0 or call model.eval()"
             )
-        if torch.is_autocast_enabled("cuda"):
-            raise UnsupportedError(
-                f"cannot capture autocast of device type 'cuda' in {self._source()}: the step is "
-                "captured without a GPU, where it casts nothing; use precision= instead"
-            )
+        raise UnsupportedError(
+            f"cannot capture autocast of device type 'cuda' in {self._source()}: the step is "
+            "captured without a GPU, where it casts nothing; use precision= instead"
+        )
 
-    def _cannot_fake(self, func: Any, error: Exception) -> CaptureError:
+    def _cannot_fake(self, name: str, error: Exception) -> CaptureError:
         where = self._source()
-        name = str(func)
         if isinstance(error, DynamicOutputShapeException):
             return CaptureError(
                 f"cannot capture {name!r} in {where}: the shape of its result depends on the data; "
