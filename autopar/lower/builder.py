@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from autopar.ir.graph import Arg, Phase, Ref, TensorType
+from autopar.ir.graph import Arg, Const, Phase, Ref, TensorType
 from autopar.ir.sharding import Mesh
 from autopar.lower.program import (
     ALL_GATHER,
@@ -155,19 +155,33 @@ class Builder:
         return self.call("aten.reshape.default", (value, tuple(shape)), out)
 
     def permute(self, value: Ref, order: Sequence[int]) -> Ref:
+        """The value with its dims reordered, laid out contiguously."""
         kind = self.types[value]
         if list(order) == sorted(order):
             return value
         out = TensorType(tuple(kind.shape[i] for i in order), kind.dtype)
-        return self.call("aten.permute.default", (value, tuple(order)), out)
+        moved = self.call("aten.permute.default", (value, tuple(order)), out)
+        return self._contiguous(moved, kind.shape, order)
+
+    def _contiguous(self, value: Ref, shape: Sequence[int], order: Sequence[int]) -> Ref:
+        """A copy, unless the reordered dims that are longer than one kept their order."""
+        long = [i for i in order if shape[i] > 1]
+        return value if long == sorted(long) else self.copy(value)
+
+    def copy(self, value: Ref) -> Ref:
+        """A contiguous copy; some kernels read their operands as if they were."""
+        layout = {"memory_format": Const("memory_format", "contiguous_format")}
+        return self.call("aten.clone.default", (value,), self.types[value], layout)
 
     def narrow(self, value: Ref, dim: int, start: int, length: int) -> Ref:
+        """Entries ``start`` to ``start + length`` of a dim, laid out contiguously."""
         kind = self.types[value]
         if start == 0 and length == kind.shape[dim]:
             return value
         shape = (*kind.shape[:dim], length, *kind.shape[dim + 1 :])
         out = TensorType(shape, kind.dtype)
-        return self.call("aten.slice.Tensor", (value, dim, start, start + length), out)
+        cut = self.call("aten.slice.Tensor", (value, dim, start, start + length), out)
+        return cut if math.prod(kind.shape[:dim]) == 1 else self.copy(cut)
 
     def pad(self, value: Ref, dim: int, length: int) -> Ref:
         """The value with zeros behind it along ``dim``, ``length`` in all."""

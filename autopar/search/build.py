@@ -36,6 +36,7 @@ from autopar.plan.records import NodePlan, ParameterPlan, StagePlan
 from autopar.rules.strategies import Strategy, strategies
 from autopar.search.analysis import Analysis
 from autopar.search.problem import Arc, Choices, Need, Problem, Solution, Value
+from autopar.search.regions import Entry, drop_partial_detours, merge_regions, places
 from autopar.search.restrict import Restrictions, RoleFilter, parameter_allows, zero_allows
 
 STEADY_BYTES = 1 << 22
@@ -83,7 +84,8 @@ class Built:
 
     Attributes:
         problem: For the solver.
-        classes: Class of every entry of ``problem.nodes``.
+        classes: Classes of nodes, in the order of the folding.
+        entries: Classes behind every entry of ``problem.nodes``.
         layouts: Shardings of every entry of ``problem.values``, by number.
         roots: Members of every entry of ``problem.values``.
         mesh: The mesh it was built for.
@@ -91,13 +93,14 @@ class Built:
 
     problem: Problem
     classes: tuple[_Class, ...]
+    entries: tuple[Entry, ...]
     layouts: tuple[tuple[Sharding, ...], ...]
     roots: tuple[tuple[Ref, ...], ...]
     mesh: Mesh
 
     @property
     def num_strategies(self) -> int:
-        return sum(len(c.strategies) for c in self.classes)
+        return sum(len(entry.choices) for entry in self.entries)
 
 
 class _Builder:
@@ -120,6 +123,12 @@ class _Builder:
         self.roles = RoleFilter(analysis, mesh)
         self.gradients = dict(analysis.graph.gradients)
         self.classes = tuple(self._class(names) for names in analysis.folding.classes)
+        self.entries = merge_regions(
+            analysis,
+            [c.strategies for c in self.classes],
+            lambda ref, sharding: self._at_root(analysis.root(ref), sharding),
+        )
+        self.places = places(self.entries)
 
     def _class(self, names: tuple[str, ...]) -> _Class:
         node = self.graph.by_name[names[0]]
@@ -143,7 +152,7 @@ class _Builder:
             ),
         )
         legal = [s for s in found if self._reachable(node, s)]
-        kept = self.roles.required(node, legal)
+        kept = drop_partial_detours(rule, self.roles.required(node, legal))
         if not kept:
             raise HintError(
                 f"cannot shard {node.op!r} in {node.source}: the hints on its parameters leave "
@@ -274,8 +283,9 @@ class _Builder:
         node = self.graph.by_name[root.node]
         producer = self._class_of(root.node)
         layouts = _Layouts(node.outputs[root.index])
+        entry, _ = self.places[producer]
         gives = tuple(
-            layouts.number(s.outputs[root.index]) for s in self.classes[producer].strategies
+            layouts.number(s.outputs[root.index]) for s in self._strategies_of(producer)
         )
         forward, backward, fixed = [], [], []
         for key, (reader, ref) in readers.items():
@@ -284,16 +294,20 @@ class _Builder:
                 continue
             assert isinstance(key[0], int)
             needed = self._needed(key[0], key[1], ref)
-            need = Need(key[0], tuple(layouts.number(s) for s in needed))
+            need = Need(self.places[key[0]][0], tuple(layouts.number(s) for s in needed))
             late = key[1] == "gradient" or self.graph.by_name[reader].phase is Phase.BACKWARD
             crosses = late and node.phase is Phase.FORWARD
+            if not crosses and need.node == entry and need.layouts == gives:
+                continue
             (backward if crosses else forward).append(need)
+        if not (forward or backward or fixed):
+            return None
         arcs = self._arcs(layouts, len(group))
         size = [local_bytes(layouts.kind, s) * len(group) for s in layouts.index]
         return (
             Value(
                 name=str(root),
-                producer=producer,
+                producer=entry,
                 gives=gives,
                 num_layouts=len(layouts.index),
                 arcs=arcs,
@@ -311,12 +325,18 @@ class _Builder:
         """Sharding of the root that each choice of the reading class needs."""
         alias = self.analysis.root(ref)
         needed = []
-        for strategy in self.classes[reader].strategies:
+        for strategy in self._strategies_of(reader):
             wanted = strategy.outputs[0] if port == "gradient" else strategy.operands[port]  # type: ignore[index]
             at_root = self._at_root(alias, wanted)
             assert at_root is not None, (ref, wanted)
             needed.append(at_root)
         return needed
+
+    def _strategies_of(self, number: int) -> list[Strategy]:
+        """Strategy of a class under every choice of its entry."""
+        index, place = self.places[number]
+        own = self.classes[number].strategies
+        return [own[choice[place]] for choice in self.entries[index].choices]
 
     def _not_kept(self, node: Node, layouts: _Layouts) -> frozenset[int]:
         """Partial values are not kept; under ZeRO-3 no gathered parameter is."""
@@ -360,7 +380,8 @@ class _Builder:
     # -- nodes ----------------------------------------------------------------------------------
 
     def choices(self) -> tuple[Choices, ...]:
-        return tuple(self._choices(c) for c in self.classes)
+        own = [self._choices(c) for c in self.classes]
+        return tuple(_joined(own, entry) for entry in self.entries)
 
     def _choices(self, entry: _Class) -> Choices:
         count = len(entry.members)
@@ -411,6 +432,28 @@ class _Builder:
             resident_bytes=tuple(resident),
             gradient_bytes=tuple(gradients),
         )
+
+
+def _joined(own: Sequence[Choices], entry: Entry) -> Choices:
+    """The choices of an entry, summed over its classes."""
+    if len(entry.classes) == 1:
+        return own[entry.classes[0]]
+
+    def total(name: str) -> tuple[float, ...]:
+        columns = [getattr(own[number], name) for number in entry.classes]
+        return tuple(
+            sum(column[at] for column, at in zip(columns, choice, strict=True))
+            for choice in entry.choices
+        )
+
+    first = own[entry.classes[0]]
+    return Choices(
+        name=first.name,
+        count=first.count,
+        seconds=total("seconds"),
+        resident_bytes=total("resident_bytes"),
+        gradient_bytes=total("gradient_bytes"),
+    )
 
 
 def _order(axis: AxisSharding) -> tuple[int, ...]:
@@ -497,6 +540,7 @@ def build_problem(
     return Built(
         problem,
         builder.classes,
+        builder.entries,
         tuple(tuple(table.index) for table in layouts),
         tuple(roots),
         mesh,
@@ -506,9 +550,10 @@ def build_problem(
 def decode(built: Built, analysis: Analysis, solution: Solution) -> StagePlan:
     """The stage that a solution stands for."""
     picked = {
-        name: entry.strategies[choice]
-        for entry, choice in zip(built.classes, solution.choice, strict=True)
-        for name in entry.members
+        name: built.classes[number].strategies[at]
+        for entry, choice in zip(built.entries, solution.choice, strict=True)
+        for number, at in zip(entry.classes, entry.choices[choice], strict=True)
+        for name in built.classes[number].members
     }
     kept: dict[str, tuple[Sharding, ...]] = {}
     for members, layouts, number in zip(built.roots, built.layouts, solution.kept, strict=True):

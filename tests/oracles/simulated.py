@@ -100,23 +100,28 @@ def joined(parts: Sequence[Tensor], sharding: Sharding, mesh: Mesh, kind: Tensor
         groups.setdefault(kept, []).append(rank)
     reduces = {s.reduce for s in sharding if isinstance(s, Partial)}
     assert len(reduces) <= 1, sharding
-    result = torch.zeros(kind.shape, dtype=getattr(torch, kind.dtype))
-    written = torch.zeros(kind.shape, dtype=torch.bool)
+    result = torch.zeros(kind.num_elements, dtype=getattr(torch, kind.dtype))
+    written = torch.zeros(kind.num_elements, dtype=torch.bool)
     for at, ranks in groups.items():
         total = parts[ranks[0]]
         for rank in ranks[1:]:
             total = _COMBINE[reduces.copy().pop()](total, parts[rank])
         own = own_indices(kind.shape, sharding, at)
         assert total.shape == tuple(len(o) for o in own), (total.shape, kind, sharding, at)
-        place = torch.meshgrid(*(torch.tensor(o, dtype=torch.int64) for o in own), indexing="ij")
+        place = _places(own, kind.shape)
         if any(isinstance(s, Whole) and c for c, s in zip(at, sharding, strict=True)):
-            _same(result[place] if own else result, total, sharding)
-        if own:
-            result[place], written[place] = total, True
-        else:
-            result, written = total, torch.ones((), dtype=torch.bool)
+            _same(result[place], total.reshape(-1), sharding)
+        result[place], written[place] = total.reshape(-1), True
     assert written.all(), sharding
-    return result
+    return result.reshape(kind.shape)
+
+
+def _places(indices: Sequence[Sequence[int]], shape: Sequence[int]) -> Tensor:
+    """Positions of these indices in the flattened tensor."""
+    places = torch.zeros((1,), dtype=torch.int64)
+    for own, size in zip(indices, shape, strict=True):
+        places = (places[:, None] * size + torch.tensor(own, dtype=torch.int64)).reshape(-1)
+    return places
 
 
 def _same(first: Tensor, second: Tensor, sharding: Sharding) -> None:

@@ -1,0 +1,46 @@
+"""Plans from random objectives: any legal plan must be exact."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from autopar.cost.node import NodeCost, axis_seconds
+from autopar.ir.sharding import Mesh
+from autopar.plan.records import StagePlan
+from autopar.search.analysis import Analysis
+from autopar.search.build import StateBytes, build_problem, decode
+from autopar.search.intra import solve
+from autopar.search.problem import Problem
+from autopar.search.restrict import Restrictions
+from cost_models.cluster import Cluster
+
+
+def random_stage(analysis: Analysis, mesh: Mesh, seed: int) -> StagePlan:
+    """A stage that is optimal under random prices of strategies and of resharding."""
+    cluster = Cluster.local(mesh.num_ranks)
+    cost = NodeCost(cluster.device(0), mesh, axis_seconds(cluster, mesh))
+    states = StateBytes(per_element=8.0, update_bytes_per_s=1e9)
+    built = build_problem(analysis, mesh, cost, states, Restrictions())
+    problem = with_random_prices(built.problem, random.Random(seed))
+    solution = solve(problem, gap=0.05)
+    assert solution.choice, solution.status
+    return decode(built, analysis, solution)
+
+
+def with_random_prices(problem: Problem, draw: random.Random) -> Problem:
+    """The problem with every choice and arc priced at random; slices stay free."""
+    nodes = tuple(
+        replace(node, seconds=tuple(draw.random() for _ in node.seconds)) for node in problem.nodes
+    )
+    values = tuple(
+        replace(
+            value,
+            arcs=tuple(
+                replace(arc, seconds=0.2 * draw.random() if arc.seconds else 0.0)
+                for arc in value.arcs
+            ),
+        )
+        for value in problem.values
+    )
+    return replace(problem, nodes=nodes, values=values)
