@@ -56,7 +56,8 @@ def attach(loss: Tensor, token: Token, anchor: Tensor) -> Tensor:
 class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: Tensor, token: Token, anchor: Tensor, *targets: Any) -> Tensor:
-        # The targets are inputs only so that autograd.grad with respect to them arrives here.
+        # The targets are inputs so that autograd.grad with respect to them arrives here, and that
+        # autograd runs their hooks after the backward below has added to their ``.grad``.
         ctx.token = token
         ctx.anchor_node = get_gradient_edge(anchor).node
         return loss.clone()
@@ -116,10 +117,6 @@ def deposit(targets: Sequence[nn.Parameter], gradients: list[Tensor], incoming: 
             parameter.grad = old + wrap_like(parameter, gradient)
     if sums:
         torch._foreach_add_(sums, terms)
-    for parameter in targets:
-        hooks = parameter._post_accumulate_grad_hooks
-        for hook in tuple(hooks.values()) if hooks else ():
-            hook(parameter)
 
 
 def called_by_scaler() -> bool:

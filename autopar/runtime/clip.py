@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -91,9 +91,8 @@ def _split_axes(gradient: Tensor) -> tuple[tuple[Any, int], ...]:
     """(mesh, axis) of every axis that splits a gradient, in mesh order."""
     if not isinstance(gradient, DTensor):
         return ()
-    placements = cast(DTensor, gradient).placements
     return tuple(
         (gradient.device_mesh, axis)
-        for axis, placement in enumerate(placements)
+        for axis, placement in enumerate(gradient.placements)
         if isinstance(placement, Shard)
     )
