@@ -69,9 +69,7 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: floa
 
 def _grouped(tensor: Tensor, groups: int) -> Tensor:
     """Heads ``[b, hq, ...]`` as ``[b, groups, hq / groups, ...]``."""
-    return tensor.reshape(
-        tensor.shape[0], groups, tensor.shape[1] // groups, *tensor.shape[2:]
-    )
+    return tensor.reshape(tensor.shape[0], groups, tensor.shape[1] // groups, *tensor.shape[2:])
 
 
 def math_forward(

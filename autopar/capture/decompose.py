@@ -137,9 +137,7 @@ def smooth_l1_loss_backward(
     return slope * _spread(grad, away, reduction)
 
 
-def huber_loss(
-    pred: Tensor, target: Tensor, reduction: int = MEAN, delta: float = 1.0
-) -> Tensor:
+def huber_loss(pred: Tensor, target: Tensor, reduction: int = MEAN, delta: float = 1.0) -> Tensor:
     away = (pred - target).abs()
     near = away * away * 0.5
     far = (away - 0.5 * delta) * delta
@@ -193,9 +191,7 @@ def soft_margin_loss(pred: Tensor, target: Tensor, reduction: int = MEAN) -> Ten
     return _reduced((-pred * target).exp().log1p(), reduction)
 
 
-def soft_margin_loss_backward(
-    grad: Tensor, pred: Tensor, target: Tensor, reduction: int
-) -> Tensor:
+def soft_margin_loss_backward(grad: Tensor, pred: Tensor, target: Tensor, reduction: int) -> Tensor:
     slope = -target * (-pred * target).sigmoid()
     return slope * _spread(grad, pred, reduction)
 
@@ -261,21 +257,15 @@ def _zero(like: Tensor) -> Tensor:
     return torch.zeros((), dtype=like.dtype, device=like.device)
 
 
-def addmm(
-    added: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
-) -> Tensor:
+def addmm(added: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     return _scaled_sum(added, aten.mm.default(a, b), beta, alpha)
 
 
-def addmv(
-    added: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
-) -> Tensor:
+def addmv(added: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     return _scaled_sum(added, aten.mv.default(a, b), beta, alpha)
 
 
-def baddbmm(
-    added: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
-) -> Tensor:
+def baddbmm(added: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     return _scaled_sum(added, aten.bmm.default(a, b), beta, alpha)
 
 

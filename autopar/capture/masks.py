@@ -1,8 +1,9 @@
 """Attention masks that no input decides become flags.
 
-Models build a causal mask with ``arange`` and comparisons and pass it to attention. Such a mask
-is evaluated: if it is exactly the causal one it becomes ``causal=True``; if it hides nothing it
-goes; any other stays an operand.
+Models build a causal mask from ``arange`` and comparisons, join it with the batch's padding mask,
+and pass that to attention. The parts of such a mask that depend on no input are evaluated: if
+they hide exactly the future they become ``causal=True``, if they hide nothing they go; what is
+left is the batch's own part, or nothing. Any other constant mask (a sliding window) stays.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ import torch
 from torch import Tensor
 
 from autopar.capture.interpret import run_nodes
-from autopar.capture.simplify import Draft
-from autopar.ir.graph import BUFFER, CONSTANT, INPUT, PARAMETER, Node, Ref, refs_in
+from autopar.capture.rewrites import reshape
+from autopar.capture.simplify import Builder, Draft, Rewrite
+from autopar.ir.graph import BUFFER, CONSTANT, INPUT, PARAMETER, Node, Ref, TensorType, refs_in
 
-_ATTENTION = {
-    "autopar.attention.default": 3,
-    "autopar.attention_backward.default": 4,
-}
-"""Position of the mask; the causal flag is the last argument but one."""
+_MASK_POSITIONS = {"autopar.attention.default": 3, "autopar.attention_backward.default": 4}
+"""Where attention's mask is; the causal flag is the last argument but one."""
+
+_ANDS = ("aten.bitwise_and.Tensor", "aten.logical_and.default")
 
 _LARGEST_ELEMENTS = 2**29
-"""Masks beyond this are not evaluated: that would take half a gigabyte and seconds."""
+"""Larger masks are not evaluated: that would take more than half a gigabyte, and seconds."""
 
 
 class MaskKind(Enum):
@@ -36,36 +37,88 @@ class MaskKind(Enum):
     OTHER = auto()
 
 
-def fold_masks(drafts: Sequence[Draft], constants: Mapping[str, Tensor]) -> None:
-    """Replace constant masks of attention ops by what they mean, in place."""
-    kinds: dict[Ref, MaskKind] = {}
-    for draft in drafts:
-        position = _ATTENTION.get(draft.op)
-        if position is None:
-            continue
-        mask = draft.args[position]
-        if not isinstance(mask, Ref):
-            continue
-        if mask not in kinds:
-            kinds[mask] = _kind(drafts, mask, constants)
-        if kinds[mask] is not MaskKind.OTHER:
-            args = list(draft.args)
-            args[position] = None
-            args[-2] = bool(args[-2]) or kinds[mask] is MaskKind.FUTURE
-            draft.args = tuple(args)
+def mask_rewrites(constants: Mapping[str, Tensor]) -> Mapping[str, Rewrite]:
+    """Rewrites of attention ops that fold constant masks.
+
+    Args:
+        constants: Real tensors of CONSTANT nodes.
+    """
+    folded: dict[Ref, tuple[Ref | None, bool]] = {}
+
+    def rewriter(position: int) -> Rewrite:
+        def rewrite(builder: Builder, draft: Draft) -> tuple[Ref, ...] | None:
+            mask = draft.args[position]
+            if isinstance(mask, Ref):
+                if mask not in folded:
+                    folded[mask] = _fold(builder, draft, mask, constants)
+                left, causal = folded[mask]
+                args = list(draft.args)
+                args[position], args[-2] = left, bool(args[-2]) or causal
+                draft.args = tuple(args)
+            return None
+
+        return rewrite
+
+    return {op: rewriter(position) for op, position in _MASK_POSITIONS.items()}
 
 
-def _kind(drafts: Sequence[Draft], mask: Ref, constants: Mapping[str, Tensor]) -> MaskKind:
-    if drafts[int(mask.node)].outputs[mask.index].num_elements > _LARGEST_ELEMENTS:
-        return MaskKind.OTHER
-    ancestors = constant_ancestors(drafts, mask)
-    if ancestors is None:
-        return MaskKind.OTHER
-    return mask_kind(evaluate(drafts, ancestors, mask, constants))
+def _fold(
+    builder: Builder, draft: Draft, mask: Ref, constants: Mapping[str, Tensor]
+) -> tuple[Ref | None, bool]:
+    """What is left of a mask, and whether causality was in it."""
+    parts = _conjuncts(builder, mask)
+    ancestors = {part: constant_ancestors(builder.nodes, part) for part in parts}
+    fixed = [part for part in parts if ancestors[part] is not None]
+    if not fixed or builder.type_of(mask).num_elements > _LARGEST_ELEMENTS:
+        return _unexpanded(builder, draft, mask), False
+    values = [evaluate(builder.nodes, ancestors[part] or [], part, constants) for part in fixed]
+    kind = mask_kind(_all(values), builder.type_of(mask).shape[-2:])
+    if kind is MaskKind.OTHER:
+        return _unexpanded(builder, draft, mask), False
+    left = [part for part in parts if ancestors[part] is None]
+    return _joined(builder, draft, left), kind is MaskKind.FUTURE
+
+
+def _conjuncts(builder: Builder, mask: Ref) -> list[Ref]:
+    """The masks that all have to be true where ``mask`` is, up to broadcasting."""
+    maker = builder.maker(mask)
+    if maker.op == "aten.expand.default":
+        return _conjuncts(builder, *refs_in(maker.args[0]))
+    if maker.op in _ANDS and builder.type_of(mask).dtype == "bool":
+        return [
+            part for arg in maker.args for ref in refs_in(arg) for part in _conjuncts(builder, ref)
+        ]
+    return [mask]
+
+
+def _unexpanded(builder: Builder, draft: Draft, mask: Ref) -> Ref:
+    """The mask before it was repeated for every sample and head, which attention does itself."""
+    maker = builder.maker(mask)
+    if maker.op != "aten.expand.default":
+        return mask
+    (narrow,) = refs_in(maker.args[0])
+    return _four_dims(builder, draft, narrow)
+
+
+def _four_dims(builder: Builder, draft: Draft, mask: Ref) -> Ref:
+    shape = builder.type_of(mask).shape
+    return reshape(builder, draft, mask, (1,) * (4 - len(shape)) + shape)
+
+
+def _joined(builder: Builder, draft: Draft, parts: Sequence[Ref]) -> Ref | None:
+    """One mask of four dims that is true where all parts are."""
+    if not parts:
+        return None
+    first, *rest = (_four_dims(builder, draft, part) for part in parts)
+    for part in rest:
+        shape = torch.broadcast_shapes(builder.type_of(first).shape, builder.type_of(part).shape)
+        output = TensorType(tuple(shape), "bool")
+        first = builder.derive(draft, _ANDS[0], (first, part), output)
+    return first
 
 
 def constant_ancestors(drafts: Sequence[Draft], value: Ref) -> list[int] | None:
-    """Numbers of the nodes that make a value; None if the program's state or data is among them."""
+    """Numbers of the nodes that make a value; None if state or data of the program is in it."""
     needed, found = {int(value.node)}, []
     for number in range(int(value.node), -1, -1):
         if number not in needed:
@@ -102,9 +155,22 @@ def evaluate(
     return found
 
 
-def mask_kind(mask: Tensor) -> MaskKind:
-    """What a mask ``[b, h, s, t]`` hides, the same in every sample and head."""
-    for dim in (0, 1):
+def _all(masks: Sequence[Tensor]) -> Tensor:
+    """True where every mask is; one that is added to scores stays as it is if alone."""
+    first, *rest = masks
+    for mask in rest:
+        first = first & mask
+    return first
+
+
+def mask_kind(mask: Tensor, scores: tuple[int, ...]) -> MaskKind:
+    """What a mask broadcastable to ``[b, h, s, t]`` hides.
+
+    Args:
+        mask: Bool (true: attend), or floating (added to the scores).
+        scores: (s, t).
+    """
+    for dim in range(mask.ndim - 2):
         if mask.shape[dim] > 1 and mask.stride(dim) == 0:
             mask = mask.narrow(dim, 0, 1)
     if mask.dtype != torch.bool:
@@ -114,5 +180,6 @@ def mask_kind(mask: Tensor) -> MaskKind:
         mask = shown
     if bool(mask.all()):
         return MaskKind.NOTHING
-    causal = torch.ones(mask.shape[-2:], dtype=torch.bool).tril_()
-    return MaskKind.FUTURE if bool((mask == causal).all()) else MaskKind.OTHER
+    causal = torch.ones(scores, dtype=torch.bool).tril_()
+    same = mask.shape[-2:] == causal.shape and bool((mask == causal).all())
+    return MaskKind.FUTURE if same else MaskKind.OTHER

@@ -64,9 +64,7 @@ def resolve(op: str) -> TorchOp:
 
     def on_contiguous(*args: Any, **kwargs: Any) -> Any:
         dense = [a.contiguous() if isinstance(a, torch.Tensor) else a for a in args]
-        named = {
-            k: a.contiguous() if isinstance(a, torch.Tensor) else a for k, a in kwargs.items()
-        }
+        named = {k: a.contiguous() if isinstance(a, torch.Tensor) else a for k, a in kwargs.items()}
         return found(*dense, **named)
 
     return on_contiguous

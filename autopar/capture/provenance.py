@@ -37,7 +37,7 @@ class Provenance:
         self._sources: dict[tuple[str, str], Source] = {}
         self._by_number: dict[int, Source] = {}
         self._last = Source()
-        self.failed: Source | None = None
+        self._failed: tuple[BaseException | None, str] = (None, "")
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -54,9 +54,20 @@ class Provenance:
         self._running.append(self._paths.get(id(module), self._running[-1]))
 
     def _leave(self, module: nn.Module, _: Any, output: Any) -> None:
-        if output is None and self.failed is None and sys.exc_info()[0] is not None:
-            self.failed = Source(self._running[-1], "")
+        error = sys.exc_info()[1]
+        if error is not None and error is not self._failed[0]:
+            self._failed = (error, self._running[-1])
         self._running.pop()
+
+    def failed(self, error: BaseException) -> Source:
+        """The innermost module that an error left, and the line that raised it."""
+        path = self._failed[1] if self._failed[0] is error else ""
+        line, trace = "", error.__traceback__
+        while trace is not None:
+            name = self._users_file_of(trace.tb_frame.f_code)
+            line = f"{name}:{trace.tb_lineno}" if name else line
+            trace = trace.tb_next
+        return Source(path, line)
 
     def now(self) -> Source:
         """Source of the op that is being recorded."""
@@ -84,14 +95,17 @@ class Provenance:
     def _line(self) -> str:
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
-            code = frame.f_code
-            name = self._users_code.get(code)
-            if name is None:
-                name = self._users_code[code] = _users_file(code.co_filename)
+            name = self._users_file_of(frame.f_code)
             if name:
                 return f"{name}:{frame.f_lineno}"
             frame = frame.f_back
         return ""
+
+    def _users_file_of(self, code: CodeType) -> str:
+        name = self._users_code.get(code)
+        if name is None:
+            name = self._users_code[code] = _users_file(code.co_filename)
+        return name
 
 
 def _users_file(filename: str) -> str:

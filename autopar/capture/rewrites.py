@@ -428,9 +428,7 @@ def _order(stride: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted(dims, key=lambda d: (-stride[d], -shape[d], d)))
 
 
-def _in_storage_order(
-    builder: Builder, draft: Draft, value: Ref, stride: tuple[int, ...]
-) -> Ref:
+def _in_storage_order(builder: Builder, draft: Draft, value: Ref, stride: tuple[int, ...]) -> Ref:
     """The value with its dims in the order of its storage."""
     known = builder.type_of(value)
     order = _order(stride, known.shape)
@@ -452,7 +450,12 @@ def _places(
     for dim, (n, step) in enumerate(zip(size, stride, strict=True)):
         line = TensorType((n,), "int64")
         run = builder.derive(
-            draft, "aten.arange.start_step", (0, n, 1), line, device=CPU, dtype=Const("dtype", "int64")
+            draft,
+            "aten.arange.start_step",
+            (0, n, 1),
+            line,
+            device=CPU,
+            dtype=Const("dtype", "int64"),
         )
         steps = builder.derive(draft, "aten.mul.Tensor", (run, step), line)
         spread = reshape(builder, draft, steps, (n, *(1,) * (len(size) - dim - 1)))
@@ -461,6 +464,56 @@ def _places(
         whole = TensorType((*shape, *(1,) * (len(size) - dim - 1)), "int64")
         total = builder.derive(draft, "aten.add.Tensor", (left, spread), whole)
     return total
+
+
+def both(builder: Builder, draft: Draft) -> Refs:
+    """``True and x`` is x."""
+    a, b = (_ref(arg) for arg in draft.args)
+    for value, other in ((a, b), (b, a)):
+        maker = builder.maker(value)
+        if maker.op == "aten.full.default" and maker.args[1] is True:
+            if builder.type_of(other).dtype == "bool":
+                return (cast_like(builder, draft, other, draft.outputs[0]),)
+    return None
+
+
+def index(builder: Builder, draft: Draft) -> Refs:
+    """Indexing every dim by all of its positions only reorders dims."""
+    value, output = _ref(draft.args[0]), draft.outputs[0]
+    shape = builder.type_of(value).shape
+    indices = _tuple(draft.args[1])
+    rank = len(output.shape) - (len(shape) - len(indices))
+    places = [_run_of(builder, i, n, rank) for i, n in zip(indices, shape, strict=False)]
+    found = [place for place in places if place is not None]
+    if len(found) < len(places) or len(set(found)) < len(found):
+        return None
+    rest = range(len(indices), len(shape))
+    order = (*sorted(range(len(found)), key=lambda d: found[d]), *rest)
+    moved = TensorType(tuple(shape[d] for d in order), output.dtype)
+    made = builder.derive(draft, "aten.permute.default", (value, order), moved)
+    made = reshape(builder, draft, made, _without(output.shape, found, rank))
+    return (cast_like(builder, draft, made, output),)
+
+
+def _run_of(builder: Builder, index: Arg, size: int, rank: int) -> int | None:
+    """The output dim along which an index runs through 0 to ``size``; None if it does not."""
+    if not isinstance(index, Ref):
+        return None
+    shape = builder.type_of(index).shape
+    maker = builder.maker(index)
+    if maker.op == "aten.view.default":
+        maker = builder.maker(_ref(maker.args[0]))
+    if maker.op != "aten.arange.start_step" or maker.args != (0, size, 1):
+        return None
+    long = [d for d, n in enumerate(shape) if n != 1]
+    if len(long) > 1 or (not long and size != 1):
+        return None
+    return rank - len(shape) + (long[0] if long else len(shape) - 1)
+
+
+def _without(shape: tuple[int, ...], places: list[int], rank: int) -> tuple[int, ...]:
+    """The output's shape with the dims that no index runs along set to one."""
+    return tuple(n if d in places or d >= rank else 1 for d, n in enumerate(shape))
 
 
 def added(builder: Builder, draft: Draft) -> Refs:
@@ -578,6 +631,9 @@ REWRITES: Mapping[str, Rewrite] = {
     "aten.div.Scalar": scaled,
     "aten.div.Tensor": scaled,
     "aten.pow.Tensor_Scalar": power,
+    "aten.bitwise_and.Tensor": both,
+    "aten.logical_and.default": both,
+    "aten.index.Tensor": index,
     "aten.slice_backward.default": slice_backward,
     "aten.slice_scatter.default": slice_scatter,
     "aten.select_backward.default": positive_dims(2, rank_of=1),
@@ -593,4 +649,3 @@ REWRITES: Mapping[str, Rewrite] = {
     **{op: positive_dims(1) for op in _DIM_SECOND},
     **{op: positive_dims(2) for op in _DIM_THIRD},
 }
-

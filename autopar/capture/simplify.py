@@ -86,9 +86,7 @@ class Builder:
         self, draft: Draft, op: str, args: tuple[Arg, ...], output: TensorType, **kwargs: Arg
     ) -> Ref:
         """One-output op that takes the place of ``draft``, or a part of it."""
-        made = Draft(
-            op, args, tuple(sorted(kwargs.items())), (output,), draft.phase, draft.source
-        )
+        made = Draft(op, args, tuple(sorted(kwargs.items())), (output,), draft.phase, draft.source)
         return self.emit(made)[0]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from autopar.capture.batch import batch_dims, flatten_batch, unflatten_batch
 from autopar.capture.decompose import DECOMPOSITIONS
 from autopar.capture.functionalize import functionalize
-from autopar.capture.masks import fold_masks
+from autopar.capture.masks import mask_rewrites
 from autopar.capture.provenance import Provenance
 from autopar.capture.rewrites import REWRITES
 from autopar.capture.sdpa import InterceptAttention
@@ -24,7 +24,7 @@ from autopar.capture.simplify import finish, simplify
 from autopar.capture.substitute import Leaves, fake_like, substituted
 from autopar.capture.tape import Recorder, Tape
 from autopar.errors import AutoparError, CaptureError
-from autopar.ir.graph import BUFFER, INPUT, PARAMETER, Graph, Phase, Ref
+from autopar.ir.graph import BUFFER, CONSTANT, INPUT, PARAMETER, Graph, Phase, Ref
 
 Loss = Callable[[nn.Module, Any], Any]
 """``loss(model, batch)``: a 0-d tensor, or that and a dict of further results."""
@@ -71,9 +71,7 @@ class _Results:
         )
 
 
-def capture_step(
-    model: nn.Module, batch: Any, loss: Loss | None = None, *, grad: bool
-) -> Captured:
+def capture_step(model: nn.Module, batch: Any, loss: Loss | None = None, *, grad: bool) -> Captured:
     """The training step of a model as a graph.
 
     The model runs once on fake tensors: it may be of any size and on any device, meta included,
@@ -106,10 +104,11 @@ def capture_step(
             def recorder_for(other: Tape) -> Recorder:
                 return Recorder(shapes, other, provenance, DECOMPOSITIONS)
 
-            tape, refs, written = functionalize(tape, results.refs(), recorder_for)
-            results = _with_written(results.renamed(refs), written)
-    drafts, refs = simplify(tape.steps, results.refs(), REWRITES)
-    fold_masks(drafts, tape.constants)
+            recorded = tape
+            tape, refs, written = functionalize(recorded, results.refs(), recorder_for)
+            results = _with_written(results.renamed(refs), written, recorded)
+    rewrites = {**REWRITES, **mask_rewrites(tape.constants)}
+    drafts, refs = simplify(tape.steps, results.refs(), rewrites)
     nodes, refs = finish(drafts, refs)
     results = results.renamed(refs)
     graph = Graph(
@@ -121,7 +120,7 @@ def capture_step(
         aliases=dict(leaves.aliases),
         batch_dims=batch_dims(paths, tensors),
     )
-    used = {node.target for node in graph.sources("constant")}
+    used = {node.target for node in graph.sources(CONSTANT)}
     constants = {name: value for name, value in tape.constants.items() if name in used}
     return Captured(
         graph=graph,
@@ -176,13 +175,20 @@ def _enter(tape: Tape, leaves: Leaves, paths: Iterable[str], fakes: Iterable[Ten
         tape.add_source(INPUT, path, fake)
 
 
-def _with_written(results: _Results, written: Mapping[tuple[str, str], Ref]) -> _Results:
+def _with_written(
+    results: _Results, written: Mapping[tuple[str, str], Ref], recorded: Tape
+) -> _Results:
     """Results with the buffers that were written in place; writes to inputs are dropped."""
     for op, target in written:
         if op == PARAMETER:
             raise CaptureError(
                 f"cannot capture a write to parameter {target!r}: a parameter changes in the "
                 "optimizer's step only; make it a buffer, or write to it outside of the forward"
+            )
+        if op == CONSTANT and not recorded.is_literal(target):
+            raise CaptureError(
+                f"cannot capture a write in {recorded.first_use(target)} to a tensor that is no "
+                "buffer of the model: it would not outlive the step; register it as a buffer"
             )
     buffers = {target: ref for (op, target), ref in written.items() if op == BUFFER}
     return _Results(
@@ -225,7 +231,7 @@ class _Run:
         except AutoparError:
             raise
         except Exception as error:
-            error.add_note(f"while autopar captured the step, in {self.provenance.now()}")
+            error.add_note(f"while autopar captured the step, in {self.provenance.failed(error)}")
             raise
         if not isinstance(made, tuple):
             return made, {}

@@ -14,19 +14,33 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
+    unset_fake_temporarily,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.capture.ops import dtype_name
+from autopar.capture.ops import dtype_name, to_torch
 from autopar.capture.provenance import Provenance
 from autopar.capture.shapes import Shapes
 from autopar.errors import CaptureError, UnsupportedError
-from autopar.ir.graph import CONSTANT, Arg, Const, Phase, Ref, Source, TensorType
+from autopar.ir.graph import (
+    BUFFER,
+    CONSTANT,
+    INPUT,
+    PARAMETER,
+    Arg,
+    Const,
+    Phase,
+    Ref,
+    Source,
+    TensorType,
+    refs_in,
+)
 
 Decompositions = Mapping[Any, Callable[..., Any]]
 
 _DEVICE_QUERY = torch.ops.prim.device.default
 _LIFT = torch.ops.aten.lift_fresh.default
+_ITEM = torch.ops.aten._local_scalar_dense.default
 _STORAGE_VIEWS = (
     torch.ops.aten.as_strided.default,
     torch.ops.aten.as_strided_scatter.default,
@@ -73,17 +87,32 @@ class Step:
     func: Any = None
 
 
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
 class Tape:
-    """The steps of one recording, the tensors they made, and the constants they read."""
+    """The steps of one recording, the tensors they made, and the constants they read.
+
+    Attributes:
+        steps: Sources and ops in order; a value's step is at the number it is named by.
+        constants: Real tensor of each CONSTANT step, by its target.
+        written: Storages that ops wrote to.
+    """
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
         self.constants: dict[str, Tensor] = {}
-        self.mutated = False
+        self.written: set[int] = set()
         self._refs: dict[int, Ref] = {}
         self._alive: list[Any] = []
         self._tensors: dict[Ref, Tensor] = {}
         self._types: dict[Any, TensorType] = {}
+
+    @property
+    def mutated(self) -> bool:
+        """Whether an op wrote to an operand."""
+        return bool(self.written)
 
     def add_source(self, op: str, target: str, tensor: Tensor) -> Ref:
         """Record what enters the graph; ops that read ``tensor`` then read this value."""
@@ -108,6 +137,37 @@ class Tape:
     def step_of(self, ref: Ref) -> Step:
         """The step that made a value."""
         return self.steps[int(ref.node)]
+
+    def is_literal(self, constant: str) -> bool:
+        """Whether a constant is a ``torch.tensor(...)`` of the program, made anew in each run."""
+        return all(step.func is _LIFT for step in self._readers(constant))
+
+    def first_use(self, constant: str) -> Source:
+        """Where a constant is first read."""
+        return self._readers(constant)[0].source
+
+    def _readers(self, constant: str) -> list[Step]:
+        (ref,) = (
+            Ref(str(n))
+            for n, step in enumerate(self.steps)
+            if step.op == CONSTANT and step.target == constant
+        )
+        return [step for step in self.steps if ref in step.args]
+
+    def constant_steps(self, value: Ref) -> list[Step] | None:
+        """The steps that make a value; None if state or data of the program may be in it."""
+        needed, found = {value.node}, []
+        for number in range(int(value.node), -1, -1):
+            if str(number) not in needed:
+                continue
+            step = self.steps[number]
+            storages = (_storage(self._tensors[r]) for r in step.results if r is not None)
+            if step.op in (PARAMETER, BUFFER, INPUT) or not self.written.isdisjoint(storages):
+                return None
+            found.append(step)
+            for arg in (*step.args, *step.kwargs.values()):
+                needed.update(ref.node for ref in refs_in(arg))
+        return found[::-1]
 
     def type_of(self, tensor: Tensor) -> TensorType:
         key = (tensor.shape, tensor.dtype)
@@ -241,6 +301,9 @@ class Recorder(TorchDispatchMode):
         try:
             result = self._shapes.run(func, args, kwargs, key if facts.cached else None)
         except _FAKE_ERRORS as error:
+            known = self._constant_result(func, read)
+            if known is not None:
+                return known
             raise self._cannot_fake(facts.name, error) from error
         self._record(facts, func, read, named, result)
         return result
@@ -264,8 +327,16 @@ class Recorder(TorchDispatchMode):
         step.phase = self.phase
         step.source = self._source()
         if facts.mutable:
-            self.tape.mutated = True
+            self._note_writes(func, read, named)
             self._shapes.forget(outputs)
+
+    def _note_writes(self, func: Any, read: tuple[Arg, ...], named: Mapping[str, Arg]) -> None:
+        for position, parameter in enumerate(func._schema.arguments):
+            if parameter.alias_info is None or not parameter.alias_info.is_write:
+                continue
+            arg = read[position] if position < len(read) else named.get(parameter.name)
+            for ref in refs_in(arg):
+                self.tape.written.add(_storage(self.tape.tensor(ref)))
 
     def _source(self) -> Source:
         if self.fixed_source is not None:
@@ -366,6 +437,26 @@ class Recorder(TorchDispatchMode):
             self._constants[id(tensor)] = found
             self.tape.bind(found, ref)
         return found
+
+    def _constant_result(self, func: Any, read: tuple[Arg, ...]) -> Any:
+        """The Python value of an op whose operand no parameter, buffer or input decides."""
+        if func is not _ITEM or not isinstance(read[0], Ref):
+            return None
+        steps = self.tape.constant_steps(read[0])
+        if steps is None:
+            return None
+        env: dict[Ref, Any] = {}
+        with unset_fake_temporarily():
+            for step in steps:
+                if step.op == CONSTANT:
+                    made: Any = self.tape.constants[step.target].cpu()
+                else:
+                    args = [to_torch(arg, env, "cpu") for arg in step.args]
+                    kwargs = {key: to_torch(arg, env, "cpu") for key, arg in step.kwargs.items()}
+                    made = step.func(*args, **kwargs)
+                outputs = made if isinstance(made, (tuple, list)) else (made,)
+                env.update(zip((r for r in step.results if r), outputs, strict=False))
+            return env[read[0]].item()
 
     def _refuse(self, facts: _OpFacts) -> None:
         if facts.random:
