@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from autopar.rules.notation import RuleMaker
+from autopar.rules.table import UserRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +32,7 @@ class Options:
         memory_fraction: Part of a device's memory a plan may fill; None takes the cluster's.
         keep_model: Keep the model's own full parameters after compilation (they are released
             otherwise when the caller drops the model).
-        rules: Rules of the user by op (see ``autopar.rule``).
+        rules: Rules of the user's ops, from ``autopar.rule``.
         check: Run debug checks: every program's collectives are proven consistent on all ranks.
         timeout_s: Longest wait for another rank before the step fails, in seconds.
     """
@@ -40,6 +41,11 @@ class Options:
     time_limit_s: float = 120.0
     memory_fraction: float | None = None
     keep_model: bool = True
-    rules: Mapping[str, RuleMaker] = field(default_factory=dict)
+    rules: tuple[UserRule, ...] = ()
     check: bool = True
     timeout_s: float = 300.0
+
+
+def rules_by_op(options: Options) -> Mapping[str, RuleMaker]:
+    """The user's rules by op."""
+    return {rule.op: rule.make for rule in options.rules}

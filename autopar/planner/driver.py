@@ -53,6 +53,9 @@ class Request:
         state_bytes_per_element: Optimizer state, bytes an element.
         time_limit_s: For the whole search.
         memory_fraction: Usable part of a device's memory; None for the cluster's own.
+        capture_s: Seconds the capture took, for the report.
+        settled_stage: Stage whose mesh and stored shardings must be taken over: the parameters
+            exist already, and another batch or mode is planned.
     """
 
     model: str
@@ -63,6 +66,7 @@ class Request:
     time_limit_s: float = 120.0
     memory_fraction: float | None = None
     capture_s: float = 0.0
+    settled_stage: StagePlan | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +99,13 @@ def make_plan(analysis: Analysis, request: Request) -> Plan:
     tried: list[tuple[str, float | None]] = []
     found: list[Candidate] = []
     failures: list[_Failure] = []
-    for mesh in meshes(request.cluster, settled.degrees):
+    taken = request.settled_stage
+    if taken is not None:
+        stored = {parameter.name: parameter.stored for parameter in taken.parameters}
+        restrictions = replace(settled.restrictions, stored=stored)
+        settled = replace(settled, restrictions=restrictions)
+    tries = meshes(request.cluster, settled.degrees) if taken is None else (taken.mesh,)
+    for mesh in tries:
         left = request.time_limit_s - (time.perf_counter() - start)
         outcome = _try_mesh(analysis, request, settled, mesh, max(left, 1.0))
         if isinstance(outcome, Candidate):

@@ -7,8 +7,8 @@ the parameter's dims; ``cp`` the sequence. Parameters named by a hint keep to wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from autopar.hint import Replicate, Shard
@@ -28,10 +28,12 @@ class Restrictions:
     Attributes:
         zero: Forced ZeRO stage over the data-parallel axes, or None.
         parameters: ``hint.shard`` and ``hint.replicate``.
+        stored: Stored shardings that are given, because the parameters exist.
     """
 
     zero: int | None = None
     parameters: tuple[Shard | Replicate, ...] = ()
+    stored: Mapping[str, Sharding] = field(default_factory=dict)
 
 
 class RoleFilter:

@@ -1,0 +1,350 @@
+"""`compile` and `plan`: the stages in order.
+
+Every rank captures the step; rank 0 plans and sends the plan as text; every rank lowers its own
+program. Each phase ends with an exchange, so a rank that fails makes all ranks raise its error.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.capture import Captured, capture_step
+from autopar.cost.node import axis_seconds
+from autopar.errors import AutoparError, UnsupportedError
+from autopar.hint import Hint
+from autopar.ir.sharding import Sharding
+from autopar.lower.overlap import overlap
+from autopar.lower.program import Program
+from autopar.lower.spmd import lower
+from autopar.options import Options, OptimizerSpec, rules_by_op
+from autopar.plan.check import check
+from autopar.plan.records import Plan, StagePlan
+from autopar.plan.serialize import from_json, to_json
+from autopar.planner.driver import Request, make_plan
+from autopar.runtime.executor import ParallelModule, StepRequest
+from autopar.runtime.groups import Session, open_session
+from autopar.runtime.params import shard_model
+from autopar.runtime.step import StepSource
+from autopar.search.analysis import Analysis, analyse
+from cost_models.cluster import Cluster
+
+Loss = Callable[[Any, Any], Any]
+Optimizer = type[torch.optim.Optimizer] | functools.partial[Any] | OptimizerSpec | None
+
+
+def compile(
+    model: nn.Module,
+    cluster: Cluster,
+    batch: Any = None,
+    *,
+    loss: Loss | None = None,
+    optimizer: Optimizer = None,
+    precision: str | None = None,
+    hints: Sequence[Hint] = (),
+    plan: Plan | str | PathLike[str] | None = None,
+    init: Callable[[nn.Module], None] | None = None,
+    options: Options | None = None,
+) -> ParallelModule:
+    """The model as a parallel program on this process's rank.
+
+    Args:
+        model: Unmodified, on any device, meta included.
+        cluster: Where it runs; as many devices as there are processes.
+        batch: Example of the global batch, the same on every rank: a dict (keyword arguments), a
+            tuple (positional arguments) or one tensor; real, fake or meta. Without it the first
+            batch, or ``parallel.prepare(batch)``, makes the plan.
+        loss: ``loss(model, batch)`` returns a 0-d tensor or ``(loss, dict)``; by default the
+            model's output if it is 0-d, else its ``loss``.
+        optimizer: Class, ``functools.partial`` or `OptimizerSpec`, for the memory sum.
+        precision: None or ``"fp32"``: as the model is.
+        hints: Restrictions, of ``autopar.hint``.
+        plan: A plan or the path of one; nothing is searched then.
+        init: Fills a model on meta; by default transformers' own, else every module's
+            ``reset_parameters``.
+        options: How to plan and run.
+
+    Raises:
+        AutoparError: On every rank alike; the subclass says what went wrong.
+    """
+    job = _Job(
+        model=model,
+        cluster=cluster,
+        loss=loss,
+        spec=optimizer_spec(optimizer),
+        hints=tuple(hints),
+        init=init,
+        options=options or Options(),
+    )
+    check_precision(precision)
+    session = open_session(_device_type(cluster), cluster.num_devices)
+    given = None
+    failed: Exception | None = None
+    try:
+        given = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
+    except AutoparError as error:
+        failed = error
+    session.agree("reading the plan", failed)
+    compiler = _Compiler(job, session, given)
+    parallel = ParallelModule(model, session, compiler)
+    if batch is not None:
+        parallel.prepare(batch)
+    return parallel
+
+
+def plan(
+    model: nn.Module,
+    cluster: Cluster,
+    batch: Any,
+    *,
+    loss: Loss | None = None,
+    optimizer: Optimizer = None,
+    precision: str | None = None,
+    hints: Sequence[Hint] = (),
+    options: Options | None = None,
+) -> Plan:
+    """The plan alone: no processes, no device, a model on meta is enough.
+
+    Args:
+        model: As for `compile`.
+        cluster: Any cluster, of any size.
+        batch: Example of the global batch.
+        loss: As for `compile`.
+        optimizer: As for `compile`.
+        precision: As for `compile`.
+        hints: As for `compile`.
+        options: How to plan.
+
+    Raises:
+        AutoparError: The subclass says what went wrong.
+    """
+    options = options or Options()
+    check_precision(precision)
+    start = time.perf_counter()
+    captured = capture_step(model, batch, loss, grad=True)
+    capture_s = time.perf_counter() - start
+    analysis = analyse(captured.graph, rules_by_op(options))
+    request = Request(
+        model=type(model).__name__,
+        fingerprint=captured.fingerprint,
+        cluster=cluster,
+        hints=tuple(hints),
+        state_bytes_per_element=optimizer_spec(optimizer).state_bytes,
+        time_limit_s=options.time_limit_s,
+        memory_fraction=options.memory_fraction,
+        capture_s=capture_s,
+    )
+    return make_plan(analysis, request)
+
+
+def check_precision(precision: str | None) -> None:
+    """Refuse what this version does not do.
+
+    Raises:
+        UnsupportedError: A precision other than the model's own.
+    """
+    if precision not in (None, "fp32"):
+        raise UnsupportedError(
+            f"cannot use precision {precision!r}: this version runs the model in its own dtypes; "
+            "cast the model, or use precision=None"
+        )
+
+
+def optimizer_spec(optimizer: Optimizer) -> OptimizerSpec:
+    """State bytes of an optimizer given as a class, a partial of one or a spec.
+
+    Raises:
+        UnsupportedError: The class is not known and no spec was given.
+    """
+    if optimizer is None:
+        return OptimizerSpec()
+    if isinstance(optimizer, OptimizerSpec):
+        return optimizer
+    partial = optimizer if isinstance(optimizer, functools.partial) else functools.partial(optimizer)
+    kind: Any = partial.func
+    options = partial.keywords
+    moments = {
+        torch.optim.AdamW: 2 + bool(options.get("amsgrad")),
+        torch.optim.Adam: 2 + bool(options.get("amsgrad")),
+        torch.optim.NAdam: 2,
+        torch.optim.RAdam: 2,
+        torch.optim.Adamax: 2,
+        torch.optim.SGD: int(bool(options.get("momentum"))),
+        torch.optim.Adagrad: 1,
+        torch.optim.Adadelta: 2,
+        torch.optim.RMSprop: 1 + bool(options.get("momentum")) + bool(options.get("centered")),
+    }.get(kind)
+    if moments is None:
+        raise UnsupportedError(
+            f"cannot tell the state of optimizer {getattr(kind, '__name__', kind)!r}: give "
+            "autopar.OptimizerSpec(state_bytes=...) with its bytes a parameter element"
+        )
+    return OptimizerSpec(state_bytes=4.0 * moments)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """What the caller asked `compile` for."""
+
+    model: nn.Module
+    cluster: Cluster
+    loss: Loss | None
+    spec: OptimizerSpec
+    hints: tuple[Hint, ...]
+    init: Callable[[nn.Module], None] | None
+    options: Options
+
+
+class _Compiler:
+    """Captures, plans and lowers a step whenever the module meets a new one."""
+
+    def __init__(self, job: _Job, session: Session, given: Plan | None) -> None:
+        self.job = job
+        self.session = session
+        self.given = given
+        self.stage: StagePlan | None = None
+
+    def __call__(self, parallel: ParallelModule, request: StepRequest) -> StepSource:
+        captured, analysis, capture_s = self._phase("capture", lambda: self._capture(request))
+        self.session.agree_equal("captured steps", captured.fingerprint)
+        plan = self._plan(captured, analysis, capture_s)
+        program = self._phase("lowering", lambda: self._lower(analysis, plan))
+        if self.stage is None:
+            self._phase("sharding the parameters", lambda: self._adopt(parallel, captured, plan))
+            self.stage = plan.stage
+        return StepSource(
+            program=program,
+            plan=plan,
+            constants=captured.constants,
+            returns_dict=bool(captured.graph.aux),
+            batch_dims=captured.graph.batch_dims,
+        )
+
+    def _phase(self, name: str, work: Callable[[], Any]) -> Any:
+        """Run a phase and exchange how it went."""
+        failed: Exception | None = None
+        result = None
+        try:
+            result = work()
+        except Exception as error:  # noqa: BLE001  (raised on every rank by agree)
+            failed = error
+        self.session.agree(name, failed)
+        return result
+
+    def _capture(self, request: StepRequest) -> tuple[Captured, Analysis, float]:
+        start = time.perf_counter()
+        with _in_mode(self.job.model, request.training, request.trainable):
+            captured = capture_step(
+                self.job.model, request.batch, self.job.loss, grad=request.grad
+            )
+        capture_s = time.perf_counter() - start
+        return captured, analyse(captured.graph, rules_by_op(self.job.options)), capture_s
+
+    def _plan(self, captured: Captured, analysis: Analysis, capture_s: float) -> Plan:
+        """The plan of this step: the given one, or rank 0's."""
+        given = self.given if self.stage is None else None
+        if given is not None:
+            plan = given
+        else:
+            text = self._phase("planning", lambda: self._search(captured, analysis, capture_s))
+            plan = from_json(self.session.broadcast_text(text))
+        self.session.agree_equal("plans", _digest(plan))
+        self._phase("the check of the plan", lambda: self._check(plan, captured, analysis))
+        return plan
+
+    def _search(self, captured: Captured, analysis: Analysis, capture_s: float) -> str | None:
+        if self.session.rank != 0:
+            return None
+        options = self.job.options
+        request = Request(
+            model=type(self.job.model).__name__,
+            fingerprint=captured.fingerprint,
+            cluster=self.job.cluster,
+            hints=self.job.hints,
+            state_bytes_per_element=self.job.spec.state_bytes,
+            time_limit_s=options.time_limit_s,
+            memory_fraction=options.memory_fraction,
+            capture_s=capture_s,
+            settled_stage=self.stage,
+        )
+        return to_json(make_plan(analysis, request))
+
+    def _check(self, plan: Plan, captured: Captured, analysis: Analysis) -> None:
+        check(
+            plan,
+            captured.graph,
+            self.job.cluster.num_devices,
+            fingerprint=captured.fingerprint,
+            views=frozenset(ref.node for ref in analysis.aliases),
+        )
+
+    def _lower(self, analysis: Analysis, plan: Plan) -> Program:
+        stage = plan.stage
+        coordinates = stage.mesh.coordinates(self.session.rank - stage.first_rank)
+        seconds = axis_seconds(self.job.cluster, stage.mesh)
+        return overlap(lower(analysis.graph, analysis.rules, stage, coordinates, seconds))
+
+    def _adopt(self, parallel: ParallelModule, captured: Captured, plan: Plan) -> None:
+        stage = plan.stage
+        stored: Mapping[str, Sharding] = {p.name: p.stored for p in stage.parameters}
+        groups = self.session.groups(stage.mesh, stage.first_rank)
+        seed = self.job.options.seed
+        state = shard_model(
+            self.job.model,
+            stored=stored,
+            aliases=captured.graph.aliases,
+            groups=groups,
+            coordinates=stage.mesh.coordinates(self.session.rank - stage.first_rank),
+            device=self.session.device,
+            init=self.job.init,
+            seed=torch.initial_seed() if seed is None else seed,
+        )
+        parallel.adopt(plan, groups, state)
+
+
+class _in_mode:
+    """The model with the training and ``requires_grad`` flags of the compiled module."""
+
+    def __init__(
+        self, model: nn.Module, training: Mapping[str, bool], trainable: Mapping[str, bool]
+    ) -> None:
+        self._modules = [
+            (module, training[path], module.training)
+            for path, module in model.named_modules(remove_duplicate=False)
+            if path in training
+        ]
+        self._parameters = [
+            (p, trainable[name], p.requires_grad)
+            for name, p in model.named_parameters()
+            if name in trainable
+        ]
+
+    def __enter__(self) -> None:
+        for module, wanted, _ in self._modules:
+            module.training = wanted
+        for parameter, wanted, _ in self._parameters:
+            parameter.requires_grad_(wanted)
+
+    def __exit__(self, *_: object) -> None:
+        for module, _, before in self._modules:
+            module.training = before
+        for parameter, _, before in self._parameters:
+            parameter.requires_grad_(before)
+
+
+def _device_type(cluster: Cluster) -> str:
+    """``cpu`` for clusters of CPU processes, else ``cuda``."""
+    return "cpu" if cluster.device(0).kind.startswith("cpu") else "cuda"
+
+
+def _digest(plan: Plan) -> str:
+    decided = replace(plan, search=replace(plan.search, seconds=0.0, capture_s=0.0))
+    return hashlib.sha256(to_json(decided).encode()).hexdigest()[:16]
