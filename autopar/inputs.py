@@ -212,7 +212,7 @@ def parse_hints(texts: Iterable[str]) -> tuple[Hint, ...]:
     for text in texts:
         name, _, value = text.partition("=")
         if name not in HINTS or not value:
-            near = difflib.get_close_matches(name, HINTS, 1)
+            near = difflib.get_close_matches(name, HINTS, 1, cutoff=0.5)
             ask = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(HINTS)}"
             raise HintError(f"cannot read hint {text!r}: write name=value; {ask}")
         if name in DEGREES:

@@ -16,7 +16,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from autopar.ir.sharding import Mesh, Split
+from autopar.ir.sharding import Mesh, Sharding, Split
 from autopar.plan.wording import (
     Folded,
     bytes_text,
@@ -117,21 +117,26 @@ def mesh_text(stage: StagePlan) -> str:
 def axis_roles(stage: StagePlan) -> tuple[str, ...]:
     """What each mesh axis is used for: ``dp``, ``zero``, ``tp``, joined by commas.
 
-    An axis is ``dp`` where it splits an input and no parameter in use, ``zero`` where parameters
-    are stored split and used whole, ``tp`` where parameters are used split.
+    An axis is ``dp`` where it splits an input and no parameter in use, ``tp`` where parameters are
+    used split, ``zero`` where most of the elements are stored split and used whole.
     """
     found = []
+    elements = sum(p.type.num_elements for p in stage.parameters)
     for axis, given in enumerate(stage.mesh.roles):
-        splits = any(isinstance(s[axis], Split) for s in stage.inputs.values())
-        used = any(isinstance(s[axis], Split) for p in stage.parameters for s in p.used)
-        stored = any(
-            isinstance(p.stored[axis], Split)
-            and any(not isinstance(s[axis], Split) for s in p.used)
+        splits = any(_splits(s, axis) for s in stage.inputs.values())
+        used = any(_splits(s, axis) for p in stage.parameters for s in p.used)
+        gathered = sum(
+            p.type.num_elements
             for p in stage.parameters
+            if _splits(p.stored, axis) and not all(_splits(s, axis) for s in p.used)
         )
         roles = [given] if given else ["dp"] * (splits and not used) + ["tp"] * used
-        found.append(", ".join(roles + ["zero"] * stored) or "replicated")
+        found.append(", ".join(roles + ["zero"] * (2 * gathered > elements)) or "replicated")
     return tuple(found)
+
+
+def _splits(sharding: Sharding, axis: int) -> bool:
+    return isinstance(sharding[axis], Split)
 
 
 # Parameters and modules.
