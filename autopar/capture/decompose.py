@@ -105,18 +105,14 @@ def _spread(grad: Tensor, like: Tensor, reduction: int) -> Tensor:
     return grad / like.numel() if reduction == MEAN else grad
 
 
-def _two(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    shape = torch.broadcast_shapes(a.shape, b.shape)
-    return a.expand(shape), b.expand(shape)
-
-
 def mse_loss(pred: Tensor, target: Tensor, reduction: int = MEAN) -> Tensor:
     away = pred - target
     return _reduced(away * away, reduction)
 
 
 def mse_loss_backward(grad: Tensor, pred: Tensor, target: Tensor, reduction: int) -> Tensor:
-    return (pred - target) * 2.0 * _spread(grad, _two(pred, target)[0], reduction)
+    away = pred - target
+    return away * 2.0 * _spread(grad, away, reduction)
 
 
 def smooth_l1_loss(
@@ -230,9 +226,9 @@ def nll_loss_backward(
         each = each * _weights(weight, safe)
     each = each.to(logp.dtype)
     each = torch.where(valid, each, _zero(each)).expand(target.shape)
-    return torch.ops.autopar.onehot_scatter(  # type: ignore[no-any-return]
-        each.unsqueeze(dim), safe.unsqueeze(dim), dim, logp.shape[dim]
-    )
+    picks = (each.unsqueeze(dim), safe.unsqueeze(dim))
+    scattered: Tensor = torch.ops.autopar.onehot_scatter(*picks, dim, logp.shape[dim])
+    return scattered
 
 
 def _targets(target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
@@ -242,7 +238,8 @@ def _targets(target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
 
 
 def _weights(weight: Tensor, safe: Tensor) -> Tensor:
-    return aten.index_select.default(weight, 0, safe.reshape(-1)).view(safe.shape)
+    picked: Tensor = aten.index_select.default(weight, 0, safe.reshape(-1))
+    return picked.view(safe.shape)
 
 
 def _total(valid: Tensor, safe: Tensor, weight: Tensor | None, high: torch.dtype) -> Tensor:
@@ -364,10 +361,6 @@ def _bn_stateless(
     x: Tensor, weight: Any, bias: Any, training: bool, momentum: float, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     return batch_norm(x, weight, bias, None, None, training, momentum, eps)
-
-
-def _index_backward_checks(*args: Any, **kwargs: Any) -> Any:
-    return NotImplemented
 
 
 DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from autopar.capture.ops import constant_to_torch
-from autopar.capture.tape import Recorder, Tape
+from autopar.capture.recorder import Recorder
+from autopar.capture.tape import Tape
 from autopar.errors import CaptureError
 from autopar.ir.graph import SOURCE_OPS, Arg, Const, Ref
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from autopar.capture.interpret import run_nodes
-from autopar.capture.rewrites import reshape
 from autopar.capture.simplify import Builder, Draft, Rewrite
+from autopar.capture.views import reshape
 from autopar.ir.graph import BUFFER, CONSTANT, INPUT, PARAMETER, Node, Ref, TensorType, refs_in
 
 _MASK_POSITIONS = {"autopar.attention.default": 3, "autopar.attention_backward.default": 4}
@@ -111,8 +111,8 @@ def _joined(builder: Builder, draft: Draft, parts: Sequence[Ref]) -> Ref | None:
         return None
     first, *rest = (_four_dims(builder, draft, part) for part in parts)
     for part in rest:
-        shape = torch.broadcast_shapes(builder.type_of(first).shape, builder.type_of(part).shape)
-        output = TensorType(tuple(shape), "bool")
+        sizes = zip(builder.type_of(first).shape, builder.type_of(part).shape, strict=True)
+        output = TensorType(tuple(max(a, b) for a, b in sizes), "bool")
         first = builder.derive(draft, _ANDS[0], (first, part), output)
     return first
 

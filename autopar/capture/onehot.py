@@ -11,8 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_LIBRARY = torch.library.Library("autopar", "FRAGMENT")
-_LIBRARY.define("onehot_scatter(Tensor src, Tensor index, int dim, int size) -> Tensor")
+from autopar.capture.library import define, give_shapes, implement
+
+define("onehot_scatter(Tensor src, Tensor index, int dim, int size) -> Tensor")
 
 
 def _shape(src: Tensor, dim: int, size: int) -> tuple[int, ...]:
@@ -30,5 +31,5 @@ def _fake(src: Tensor, index: Tensor, dim: int, size: int) -> Tensor:
     return src.new_empty(_shape(src, dim, size))
 
 
-_LIBRARY.impl("onehot_scatter", _scatter, "CompositeExplicitAutograd")
-torch.library.register_fake("autopar::onehot_scatter", _fake, lib=_LIBRARY)
+implement("onehot_scatter", _scatter, "CompositeExplicitAutograd")
+give_shapes("onehot_scatter", _fake)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import CodeType, FrameType
+from pathlib import Path
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -16,11 +16,7 @@ from torch.nn.modules import module as hooks
 import autopar.errors
 from autopar.ir.graph import Source
 
-_SKIPPED = tuple(
-    os.path.dirname(os.path.abspath(file)) + os.sep
-    for file in (torch.__file__, autopar.errors.__file__)
-)
-_NO_NODE_NUMBER = 2**64 - 1
+_SKIPPED = tuple(Path(file).resolve().parent for file in (torch.__file__, autopar.errors.__file__))
 
 
 class Provenance:
@@ -62,7 +58,8 @@ class Provenance:
     def failed(self, error: BaseException) -> Source:
         """The innermost module that an error left, and the line that raised it."""
         path = self._failed[1] if self._failed[0] is error else ""
-        line, trace = "", error.__traceback__
+        line = ""
+        trace: TracebackType | None = error.__traceback__
         while trace is not None:
             name = self._users_file_of(trace.tb_frame.f_code)
             line = f"{name}:{trace.tb_lineno}" if name else line
@@ -71,7 +68,7 @@ class Provenance:
 
     def now(self) -> Source:
         """Source of the op that is being recorded."""
-        node = torch._C._current_autograd_node()
+        node: Any = torch._C._current_autograd_node()
         if node is not None:
             number = node._sequence_nr()
             found = self._by_number.get(number)
@@ -110,5 +107,6 @@ class Provenance:
 
 def _users_file(filename: str) -> str:
     """Name of the file if it is neither torch's nor ours, else ``""``."""
-    path = os.path.abspath(filename)
-    return "" if path.startswith(_SKIPPED) else os.path.basename(path)
+    path = Path(filename).resolve()
+    skipped = any(path.is_relative_to(place) for place in _SKIPPED)
+    return "" if skipped else path.name

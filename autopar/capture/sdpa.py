@@ -30,12 +30,12 @@ class InterceptAttention(TorchFunctionMode):
         self._provenance = provenance
 
     def __enter__(self) -> InterceptAttention:
-        torch.nn.functional.scaled_dot_product_attention = self._attention  # type: ignore[assignment]
-        super().__enter__()
+        torch.nn.functional.scaled_dot_product_attention = self._attention
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         torch.nn.functional.scaled_dot_product_attention = _SDPA
 
     def __torch_function__(
@@ -65,15 +65,14 @@ class InterceptAttention(TorchFunctionMode):
         shape = query.shape
         q, k, v = (_four_dims(t) for t in (query, key, value))
         if shape[:-3] != key.shape[:-3] or shape[:-3] != value.shape[:-3]:
-            batch = torch.broadcast_shapes(q.shape[:1], k.shape[:1], v.shape[:1])
-            q, k, v = (t.expand(*batch, *t.shape[1:]) for t in (q, k, v))
-        groups = self._unrepeated(k), self._unrepeated(v)
-        if groups[0] is not None and groups[1] is not None:
-            if groups[0].shape[1] == groups[1].shape[1]:
-                k, v = groups
+            batch = max(t.shape[0] for t in (q, k, v))
+            q, k, v = (t.expand(batch, *t.shape[1:]) for t in (q, k, v))
+        few_k, few_v = self._unrepeated(k), self._unrepeated(v)
+        if few_k is not None and few_v is not None and few_k.shape[1] == few_v.shape[1]:
+            k, v = few_k, few_v
         mask = None if attn_mask is None else _mask(attn_mask, query)
         factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
-        out = torch.ops.autopar.attention(q, k, v, mask, is_causal, factor)[0]
+        out: Tensor = torch.ops.autopar.attention(q, k, v, mask, is_causal, factor)[0]
         return out if query.ndim == 4 else out.reshape(*shape[:-1], v.shape[-1])
 
     def _unrepeated(self, heads: Tensor) -> Tensor | None:
@@ -110,12 +109,10 @@ def _four_dims(tensor: Tensor) -> Tensor:
     """``[..., s, d]`` as ``[b, h, s, d]``."""
     if tensor.ndim == 4:
         return tensor
-    if tensor.ndim < 4:
-        missing = (slice(None),) * (tensor.ndim - 2)
-        shape = (1,) * (4 - tensor.ndim)
-        if tensor.ndim == 3:
-            return tensor[missing + (None,)]
-        return tensor.reshape(*shape, *tensor.shape)
+    if tensor.ndim == 3:
+        return tensor.unsqueeze(1)
+    if tensor.ndim == 2:
+        return tensor[None, None]
     return tensor.flatten(0, tensor.ndim - 4)
 
 

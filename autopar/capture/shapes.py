@@ -67,12 +67,13 @@ class Shapes:
         """
         if key is None:
             return func(*args, **kwargs)
-        known = self._results.get(tuple(key), False)
-        if known:
+        found = tuple(key)
+        known = self._results.get(found)
+        if known is not None:
             return self._again(known, args)
         result = func(*args, **kwargs)
-        if known is False:
-            self._results[tuple(key)] = _remember(func, args, result)
+        if found not in self._results:
+            self._results[found] = _remember(func, args, result)
         return result
 
     def _again(self, known: _Result, args: Any) -> Any:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import cast
+from dataclasses import dataclass
 
 from autopar.capture.tape import Step
 from autopar.ir.graph import (
+    CONSTANT,
     SOURCE_OPS,
     Arg,
     Const,
@@ -25,9 +25,6 @@ _NO_OP_KWARGS = frozenset(
     {"device", "layout", "memory_format", "pin_memory", "non_blocking", "copy"}
 )
 """Keyword arguments that change neither shape nor values of an op with a tensor operand."""
-_FACTORIES = frozenset(
-    {"aten.arange.start_step", "aten.full.default", "aten.eye.m", "aten.linspace.default"}
-)
 
 
 @dataclass(slots=True)
@@ -163,7 +160,7 @@ def finish(drafts: Sequence[Draft], results: Sequence[Ref]) -> tuple[tuple[Node,
     live = [
         n
         for n, draft in enumerate(drafts)
-        if n in needed or draft.op in SOURCE_OPS and draft.op != "constant"
+        if n in needed or (draft.op in SOURCE_OPS and draft.op != CONSTANT)
     ]
     live.sort(key=lambda n: drafts[n].op not in SOURCE_OPS)
     names = _names(drafts, live)
@@ -207,7 +204,3 @@ def _names(drafts: Sequence[Draft], live: Sequence[int]) -> dict[int, str]:
         taken.add(name)
         names[number] = name
     return names
-
-
-def _with(draft: Draft, **changes: object) -> Draft:
-    return replace(draft, **cast("dict[str, object]", changes))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Capture: an unmodified module, a batch and a loss as one functional graph over the whole batch."""
+"""Capture: a module, a batch and a loss as one functional graph over the whole batch."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _force_original_view_tracking as force_view_replay
 
 from autopar.capture.batch import batch_dims, flatten_batch, unflatten_batch
 from autopar.capture.decompose import DECOMPOSITIONS
 from autopar.capture.functionalize import functionalize
 from autopar.capture.masks import mask_rewrites
 from autopar.capture.provenance import Provenance
+from autopar.capture.recorder import Recorder
 from autopar.capture.rewrites import REWRITES
 from autopar.capture.sdpa import InterceptAttention
 from autopar.capture.shapes import Shapes
 from autopar.capture.simplify import finish, simplify
 from autopar.capture.substitute import Leaves, fake_like, substituted
-from autopar.capture.tape import Recorder, Tape
+from autopar.capture.tape import Tape
 from autopar.errors import AutoparError, CaptureError
 from autopar.ir.graph import BUFFER, CONSTANT, INPUT, PARAMETER, Graph, Phase, Ref
 
@@ -132,8 +134,10 @@ def capture_step(model: nn.Module, batch: Any, loss: Loss | None = None, *, grad
 
 @contextmanager
 def _plain_torch() -> Iterator[None]:
-    """Without what makes torch run other ops than the program says: oneDNN's recurrent layers
-    (opaque, and they do not run on fake tensors) and compiled modules."""
+    """Without what replaces the program's ops: compiled modules, and oneDNN's recurrent layers.
+
+    The latter are opaque, and their backward does not run on fake tensors.
+    """
     compiler = sys.modules.get("torch._dynamo")
     eager = nullcontext() if compiler is None else torch.compiler.set_stance("force_eager")
     with torch.backends.mkldnn.flags(enabled=False), eager:
@@ -212,7 +216,7 @@ class _Run:
     def step(self, batch: Any, *, grad: bool) -> _Results:
         """Run forward, loss and backward."""
         intercept = InterceptAttention(self.recorder.tape, self.provenance)
-        replayed_views = torch.autograd._force_original_view_tracking(True)
+        replayed_views = force_view_replay(True)
         with torch.set_grad_enabled(grad), replayed_views, self.recorder:
             with self.provenance.watch(), intercept:
                 loss, aux = self._forward(batch)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, UnsupportedError
 
 _CONTAINERS = (dict, OrderedDict, list, set, deque)
 
@@ -61,7 +61,7 @@ def substituted(model: nn.Module, fake_mode: FakeTensorMode) -> Iterator[Leaves]
                     known = fakes.get(_identity(tensor, name))
                     if known is None:
                         with fake_mode:
-                            fake = _fake(tensor)
+                            fake = _fake(tensor, name)
                         fakes[_identity(tensor, name)] = known = (name, fake)
                         names[name] = fake
                     elif name != known[0]:
@@ -73,7 +73,12 @@ def substituted(model: nn.Module, fake_mode: FakeTensorMode) -> Iterator[Leaves]
             snapshot.restore()
 
 
-def _fake(tensor: Tensor) -> Tensor:
+def _fake(tensor: Tensor, name: str) -> Tensor:
+    if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+        raise UnsupportedError(
+            f"cannot capture hooks on parameter {name!r}: they would run on shards of gradients, "
+            "not on gradients; remove them, and change gradients after the backward"
+        )
     fake = fake_like(tensor)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, requires_grad=tensor.requires_grad)
@@ -113,12 +118,8 @@ class _Snapshot:
         attributes.clear()
         attributes.update(self._attributes)
         for container, entries in self._entries:
-            if isinstance(container, dict):
-                container.clear()
-                container.update(entries)
-            elif isinstance(container, set):
-                container.clear()
+            container.clear()
+            if isinstance(container, (dict, set)):
                 container.update(entries)
             else:
-                container.clear()
                 container.extend(entries)
