@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from autopar.ir.graph import Node, TensorType
+from autopar.ir.graph import DTYPE_BYTES, Node, TensorType
 from autopar.rules.expansions import bias_once
 from autopar.rules.factors import Factors, linear_sets, table
 from autopar.rules.notation import Dims, Rule, RuleMaker, rule
@@ -51,18 +51,35 @@ def _with_bias(left: str, right: str, product: str) -> RuleMaker:
     return make
 
 
+_ROW_BYTES = 16
+"""What the strides of the operands of a grouped product are multiples of."""
+
+
 def _grouped(node: Node, operands: tuple[TensorType, ...]) -> Rule:
     """Products of groups of rows that an offset tensor ends; groups and their rows stay whole."""
-    left, right = (len(kind.shape) for kind in operands[:2])
     text, whole = {
-        (2, 3): ("t k, e k n, e -> t n", "t e"),
-        (3, 2): ("e m k, k t, e -> m t", "t e"),
-        (2, 2): ("m t, t n, e -> e m n", "t e"),
+        (2, 3): ("t k, e k n, e -> t n", "te"),
+        (3, 2): ("e m k, k t, e -> m t", "te"),
+        (2, 2): ("m t, t n, e -> e m n", "te"),
         (3, 3): ("e m k, e k n -> e m n", ""),
-    }[left, right]
-    names = [name for name in text.partition("->")[0].replace(",", " ").split() if name != "e"]
-    flops = multiply_adds(" ".join(dict.fromkeys(names)))
-    return rule(text, linear="0 | 1", whole=whole, flops=flops)(node, operands)
+    }[len(operands[0].shape), len(operands[1].shape)]
+    unit = _ROW_BYTES // DTYPE_BYTES[operands[0].dtype]
+    factors = Factors()
+
+    def dim(name: str, size: int) -> tuple[str, ...]:
+        if name in "te" or size % unit:
+            return factors.dim(name, size, whole=name in whole or size % unit != 0)
+        return factors.dim(name, size // unit) + factors.dim(f"{name}_", unit, whole=True)
+
+    left, right = (
+        [
+            tuple(dim(name, size) for name, size in zip(part.split(), kind.shape, strict=True))
+            for part, kind in zip(side.split(","), kinds, strict=True)
+        ]
+        for side, kinds in zip(text.split("->"), (operands, node.outputs), strict=True)
+    )
+    flops = 2 * math.prod(size for name, size in factors.sizes.items() if name != "e" or not whole)
+    return factors.rule(left, right, linear=linear_sets("0 | 1"), flops=flops)
 
 
 RULES: Mapping[str, RuleMaker] = {

@@ -67,6 +67,5 @@ RULES: Mapping[str, RuleMaker] = {
     **table("new_zeros", _new("0")),
     **table("new_full new_ones", _new("")),
     **table("arange arange.start arange.start_step", _arange),
-    **table("scalar_tensor", _filled),
-    **table("eye eye.m linspace tril_indices triu_indices", all_whole),
+    **table("scalar_tensor eye eye.m linspace tril_indices triu_indices", all_whole),
 }

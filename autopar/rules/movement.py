@@ -323,7 +323,6 @@ def _joined(
     factors: Factors, whole: TensorType, parts: Sequence[TensorType], dim: int
 ) -> tuple[Dims, list[Dims]]:
     """Factors of a tensor and of the tensors that joined along ``dim`` make it."""
-    size = whole.shape[dim]
     lengths = [t.shape[dim] for t in parts if len(t.shape) == len(whole.shape)]
     piece = math.gcd(*lengths) if lengths else 1
     own = [factors.dim(f"d{i}", s) if i != dim else () for i, s in enumerate(whole.shape)]
@@ -331,14 +330,13 @@ def _joined(
     def dims(kind: TensorType, name: str) -> Dims:
         if len(kind.shape) != len(whole.shape):
             return factors.dims(f"{name}_", kind.shape, whole=True)
-        count = kind.shape[dim] // piece if piece else 1
+        count = kind.shape[dim] // piece if piece else 0
         middle = factors.dim(name, count, whole=True) if count != 1 else ()
-        middle += factors.dim("h", piece, whole=len(parts) == 0)
+        if count:
+            middle += factors.dim("h", piece)
         return (*own[:dim], middle, *own[dim + 1 :])
 
-    full = dims(whole, "c") if piece else factors.dims("z", whole.shape, whole=True)
-    assert not piece or size % piece == 0
-    return full, [dims(kind, f"c{i}") for i, kind in enumerate(parts)]
+    return dims(whole, "c"), [dims(kind, f"c{i}") for i, kind in enumerate(parts)]
 
 
 def _cat(node: Node, operands: tuple[TensorType, ...]) -> Rule:
@@ -361,7 +359,8 @@ def _split(node: Node, operands: tuple[TensorType, ...]) -> Rule:
         sizes = tuple(op.output_shape(i)[dim] for i in range(len(op.node.outputs)))
         return (op.values[0], sizes if listed else max(sizes[0], 1), dim), {}
 
-    made = factors.rule((full,), parts, local_args=local_args, view=True)
+    empty = frozenset(("h", i) for i, kind in enumerate(node.outputs) if kind.shape[dim] == 0)
+    made = factors.rule((full,), parts, unrelated=empty, local_args=local_args, view=True)
     return with_linear(made, node, operands, FIRST)
 
 

@@ -1,6 +1,7 @@
 """Factor notation: ``"m k, k n -> m n"`` says how the dims of an op relate.
 
-Every letter or word is a *factor*, a loop index of the op. A dim is one factor, several merged
+Every letter or word is a *factor*, a loop index of the op. No dims make a 0-d tensor (``"k, k ->"``).
+A dim is one factor, several merged
 ones in parentheses (``(b s)``, outermost first), or ``1`` for a dim of size one that is broadcast.
 ``...`` stands for any leading dims, aligned from the right as broadcasting does. A factor that an
 output lacks is *reduced*: split it, and that output is partial.
@@ -303,12 +304,9 @@ def parse(text: str) -> Pattern:
     sides = text.split("->")
     if len(sides) != 2:
         raise RuleError(f"cannot read rule {text!r}: it needs exactly one '->'")
-    left, right = (tuple(_dims(part, text) for part in _parts(side)) for side in sides)
+    inputs = sides[0].split(",") if sides[0].strip() else []
+    left, right = (tuple(_dims(p, text) for p in parts) for parts in (inputs, sides[1].split(",")))
     return Pattern(left, right, text)
-
-
-def _parts(side: str) -> list[str]:
-    return side.split(",") if side.strip() else []
 
 
 def _dims(part: str, text: str) -> Dims:

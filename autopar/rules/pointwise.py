@@ -119,7 +119,10 @@ RULES: Mapping[str, RuleMaker] = {
     **table(_UNARY, pointwise()),
     **table(_BINARY, pointwise()),
     **table(_GRADIENT, pointwise("0")),
-    **table("neg clone conj _conj _conj_physical real imag zeros_like positive", pointwise("0")),
+    **table(
+        "neg clone conj _conj conj_physical _conj_physical real imag zeros_like positive",
+        pointwise("0"),
+    ),
     **table("add.Tensor sub.Tensor", pointwise(_sum)),
     **table("rsub.Tensor", pointwise(_sum)),
     **table("mul.Tensor mul.Scalar", pointwise(_product)),

@@ -77,7 +77,12 @@ def _terms(value: Tensor, count: int, generator: torch.Generator) -> list[Tensor
     """Random terms of mixed sign that sum to a value."""
     if count == 1:
         return [value]
-    if value.is_floating_point() or value.is_complex():
+    if value.dtype in (torch.bfloat16, torch.float16):
+        drawn = [
+            torch.randint(-2, 3, value.shape, generator=generator).to(value.dtype)
+            for _ in range(count - 1)
+        ]
+    elif value.is_floating_point() or value.is_complex():
         drawn = [
             torch.randn(value.shape, dtype=value.dtype, generator=generator)
             for _ in range(count - 1)
@@ -132,11 +137,20 @@ def _same(first: Tensor, second: Tensor, sharding: Sharding) -> None:
 # Ops by name.
 
 
+_REFERENCES: Mapping[str, Callable[..., Any]] = {
+    "aten.view.default": torch.reshape,
+    # no kernel on CPU
+    "aten._fused_rms_norm_backward.default": torch._decomp.decomposition_table[
+        torch.ops.aten._fused_rms_norm_backward.default
+    ],
+}
+
+
 @cache
 def resolve(op: str) -> Callable[..., Any]:
     """The torch op of a name; views are reshapes."""
-    if op == "aten.view.default":
-        return torch.reshape
+    if op in _REFERENCES:
+        return _REFERENCES[op]
     space, name, overload = op.split(".")
     found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, space), name), overload)
     return found
@@ -274,9 +288,7 @@ def run_strategy(
     return outputs
 
 
-def _run_all(
-    programs: Sequence[Recorder], memories: Sequence[dict[Ref, Any]], mesh: Mesh
-) -> None:
+def _run_all(programs: Sequence[Recorder], memories: Sequence[dict[Ref, Any]], mesh: Mesh) -> None:
     """Run every rank up to its next collective, then the collective, until all have ended."""
     running = [_run(p.calls, m) for p, m in zip(programs, memories, strict=True)]
     while True:
@@ -287,7 +299,7 @@ def _run_all(
         assert first is not None, "ranks do not run the same collectives"
         for call in waiting:
             assert call is not None, "ranks do not run the same collectives"
-            assert (call.axes, call.reduce, call.outs) == (first.axes, first.reduce, first.outs)
+            assert (call.axes, call.reduce) == (first.axes, first.reduce)
         _all_reduce([call for call in waiting if call], memories, mesh)
 
 
@@ -304,9 +316,7 @@ def _run(calls: Sequence[Call], memory: dict[Ref, Any]) -> Iterator[Call]:
             memory[Ref(call.name, index)] = value
 
 
-def _all_reduce(
-    calls: Sequence[Call], memories: Sequence[dict[Ref, Any]], mesh: Mesh
-) -> None:
+def _all_reduce(calls: Sequence[Call], memories: Sequence[dict[Ref, Any]], mesh: Mesh) -> None:
     axes = calls[0].axes
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(mesh.num_ranks):
