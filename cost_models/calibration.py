@@ -215,7 +215,8 @@ def fit_efficiency(device: Device, samples: Sequence[KernelSample], *, source: s
 
 def _start(efficiency: Efficiency, samples: Sequence[KernelSample]) -> dict[str, float]:
     """The parameters that the samples can tell something about, and their values."""
-    start = {}
+    start: dict[str, float] = {}
+    names: tuple[str, ...]
     for sample in samples:
         match sample:
             case MatmulSample():

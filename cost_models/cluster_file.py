@@ -12,7 +12,7 @@ import yaml
 from cost_models import units
 from cost_models.devices import DEVICES, device_named
 from cost_models.errors import ClusterSpecError, near_misses
-from cost_models.records import Device, Devices, Efficiency, Level
+from cost_models.records import Device, Devices, Efficiency, Level, Transport
 
 Reader = Callable[[Any, str], Any]
 
@@ -66,40 +66,54 @@ def parse(content: object) -> Parts:
 
 def level_dict(level: Level) -> dict[str, Any]:
     """A level as a file writes it: fields that hold their default are left out."""
-    return {_FILE_NAMES.get(key, key): value for key, value in _changed(level).items()}
+    return _written(level, {field.name: field.default for field in dataclasses.fields(Level)})
 
 
 def devices_dict(run: Devices) -> dict[str, Any]:
-    """A run of devices as a file writes it: by kind, with what differs from the table."""
+    """A run of devices as a file writes it: its kind and what differs from the table."""
     written: dict[str, Any] = {"kind": run.device.kind, "count": run.count}
     if run.node_bandwidth_bytes_per_s is not None:
-        written["node_bandwidth"] = run.node_bandwidth_bytes_per_s
+        written["node_bandwidth"] = units.exact_bandwidth(run.node_bandwidth_bytes_per_s)
     base = DEVICES.get(run.device.kind)
-    for name in _names(Device):
-        value = getattr(run.device, name)
-        if name == "kind" or (base is not None and getattr(base, name) == value):
-            continue
-        if isinstance(value, Efficiency):
-            value = {key: getattr(value, key) for key in _names(Efficiency)}
-        elif isinstance(value, Mapping):
-            value = dict(value)
-        written[_FILE_NAMES.get(name, name)] = value
+    known = {} if base is None else {name: getattr(base, name) for name in _names(Device)}
+    return written | _written(run.device, known | {"kind": run.device.kind})
+
+
+def _written(record: Level | Device, known: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a record that differ from known values, with names and units of a file."""
+    written = {}
+    for name in _names(type(record)):
+        value = getattr(record, name)
+        if name not in known or known[name] != value:
+            written[_FILE_NAMES.get(name, name)] = _plain(name, value)
     return written
+
+
+def _plain(name: str, value: Any) -> Any:
+    """A field's value in the words of a file."""
+    match value:
+        case Efficiency():
+            return {
+                key: dict(part) if isinstance(part, Mapping) else part
+                for key, part in ((key, getattr(value, key)) for key in _names(Efficiency))
+            }
+        case Mapping():
+            return {rate: units.exact_flops(peak) for rate, peak in value.items()}
+        case Transport():
+            return value.value
+        case float() | int() if not isinstance(value, bool):
+            write = next((w for end, w in _WRITERS if name.endswith(end)), None)
+            return value if write is None else write(value)
+    return value
 
 
 def _devices(content: object, index: int) -> Devices:
     where = f"devices[{index}]"
     fields = _mapping(content, where, _DEVICES)
     _require(fields, where, ("kind", "count"))
-    kind = _text(fields["kind"], f"{where}.kind")
-    own = {
-        name: _DEVICES[key](fields[key], f"{where}.{key}")
-        for key, name in _DEVICE_FIELDS.items()
-        if key in fields
-    }
     bandwidth = fields.get("node_bandwidth")
     return Devices(
-        device=_device(kind, own, where),
+        device=_device(fields, where),
         count=_count(fields["count"], f"{where}.count"),
         node_bandwidth_bytes_per_s=(
             None if bandwidth is None else _positive_bandwidth(bandwidth, f"{where}.node_bandwidth")
@@ -107,21 +121,28 @@ def _devices(content: object, index: int) -> Devices:
     )
 
 
-def _device(kind: str, own: Mapping[str, Any], where: str) -> Device:
-    """The table's device with the file's own fields, or a new one where the table has none."""
+def _device(fields: Mapping[str, Any], where: str) -> Device:
+    """The table's device with the file's own fields, or a new one with all of them."""
+    kind = _text(fields["kind"], f"{where}.kind")
+    own = {
+        name: _DEVICES[key](fields[key], f"{where}.{key}")
+        for key, name in _DEVICE_FIELDS.items()
+        if key in fields
+    }
+    if "like" in fields:
+        return replace(device_named(_text(fields["like"], f"{where}.like")), kind=kind, **own)
     if kind.lower() in {name.lower() for name in DEVICES}:
         return replace(device_named(kind), **own)
-    needed = [
-        field.name
+    missing = [
+        _FILE_NAMES.get(field.name, field.name)
         for field in dataclasses.fields(Device)
-        if field.default is dataclasses.MISSING and field.name != "kind"
+        if field.default is dataclasses.MISSING and field.name not in own and field.name != "kind"
     ]
-    missing = [_FILE_NAMES.get(name, name) for name in needed if name not in own]
     if missing:
         raise ClusterSpecError(
             f"cannot find device '{kind}' of {where} in the device table: "
-            f"{near_misses(kind, DEVICES)}; or describe a new one, which still lacks "
-            f"{', '.join(missing)}"
+            f"{near_misses(kind, DEVICES)} a new one needs 'like: A100-80GB' and what differs, "
+            f"or else {', '.join(missing)}"
         )
     return Device(kind=kind, **own)
 
@@ -186,7 +207,10 @@ def _require(fields: Mapping[str, Any], where: str, names: tuple[str, ...]) -> N
 def _list(fields: Mapping[str, Any], name: str) -> list[object]:
     value = fields[name]
     if not isinstance(value, list) or not value:
-        raise ClusterSpecError(f"cannot read '{name}': it is not a list of at least one entry")
+        raise ClusterSpecError(
+            f"cannot read '{name}': it is not a list of at least one entry; "
+            f"give one entry for each {'run of equal devices' if name == 'devices' else 'level'}"
+        )
     return value
 
 
@@ -199,9 +223,13 @@ def _count(value: Any, where: str) -> int:
 
 
 def _number(value: Any, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ClusterSpecError(f"cannot read '{where}': {value!r} is not a number")
-    return value
+    """A number; YAML 1.1 reads one without a point, such as 5e-6, as text."""
+    try:
+        return value if type(value) in (int, float) else float(str(value))
+    except ValueError:
+        raise ClusterSpecError(
+            f"cannot read '{where}': {value!r} is not a number; give one without a unit"
+        ) from None
 
 
 def _text(value: Any, where: str) -> str:
@@ -229,15 +257,6 @@ def _names(record: type) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(record))
 
 
-def _changed(level: Level) -> dict[str, Any]:
-    """The fields of a record that differ from their defaults, in order."""
-    return {
-        field.name: getattr(level, field.name)
-        for field in dataclasses.fields(level)
-        if field.default is dataclasses.MISSING or getattr(level, field.name) != field.default
-    }
-
-
 _FILE_NAMES = {
     "peak_flops_per_s": "peak",
     "memory_bytes": "memory",
@@ -250,8 +269,18 @@ _FILE_NAMES = {
     "half_bandwidth_bytes": "half_bandwidth",
     "flow_bytes_per_s": "flow_bandwidth",
     "in_switch_bytes_per_s": "in_switch_bandwidth",
+    "staging_bytes_per_s": "staging_bandwidth",
+    "setup_s": "setup",
+    "host_op_s": "host_op",
 }
 """Names in a file, where the value carries its unit and the name need not."""
+
+_WRITERS: tuple[tuple[str, Callable[[float], str | float]], ...] = (
+    ("bytes_per_s", units.exact_bandwidth),
+    ("_bytes", units.exact_size),
+    ("_s", units.exact_seconds),
+)
+"""How a quantity is written, by the end of its name."""
 
 _CLUSTER: dict[str, Reader] = {
     "name": _text,
@@ -261,6 +290,7 @@ _CLUSTER: dict[str, Reader] = {
 }
 _DEVICES: dict[str, Reader] = {
     "kind": _text,
+    "like": _text,
     "count": _count,
     "node_bandwidth": _positive_bandwidth,
     "peak": _rates,
@@ -269,6 +299,7 @@ _DEVICES: dict[str, Reader] = {
     "host_memory": units.parse_bytes,
     "host_link": _positive_bandwidth,
     "launch": units.parse_seconds,
+    "host_op": units.parse_seconds,
     "unified_memory": _flag,
     "efficiency": _efficiency,
     "source": _text,
@@ -277,19 +308,23 @@ _LEVEL: dict[str, Reader] = {
     "name": _text,
     "size": _count,
     "latency": units.parse_seconds,
+    "setup": units.parse_seconds,
     "bandwidth": _positive_bandwidth,
     "ports": _count,
-    "half_bandwidth": units.parse_bytes,
+    "half_bandwidth": units.parse_size,
+    "small_group_ranks": _number,
     "oversubscription": _number,
     "flow_bandwidth": _positive_bandwidth,
     "flows": _count,
     "in_switch_bandwidth": _positive_bandwidth,
+    "staging_bandwidth": _positive_bandwidth,
+    "transport": _text,
     "source": _text,
 }
 _RECORD_NAMES = {written: name for name, written in _FILE_NAMES.items()}
 _DEVICE_FIELDS = {
     key: _RECORD_NAMES.get(key, key)
     for key in _DEVICES
-    if key not in ("kind", "count", "node_bandwidth")
+    if key not in ("kind", "like", "count", "node_bandwidth")
 }
 _LEVEL_FIELDS = {key: _RECORD_NAMES.get(key, key) for key in _LEVEL}

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from cost_models.cluster import Cluster
@@ -65,17 +65,20 @@ class Hop:
         ranks: Of the axis, joined here once those that the levels below join count as one.
         bandwidth_bytes_per_s: One way, of each rank of the axis, while every group of the axis uses
             the level.
-        is_innermost: Whether the level joins devices.
+        is_innermost: Whether the level is the cluster's first: it joins devices of one node.
     """
 
     level: Level
     ranks: int
     bandwidth_bytes_per_s: float
-    is_innermost: bool
+    is_innermost: bool = False
 
-    def wire_s(self, sent_bytes: float) -> float:
-        """Seconds in which the hop carries what each of its ranks sends."""
-        few_paths = 1 + self.level.small_group_ranks / self.ranks
+    def wire_s(self, sent_bytes: float, *, is_ring: bool = True) -> float:
+        """Seconds in which the hop carries what each of its ranks sends.
+
+        Rings of few ranks use few paths; trees and chains are not known to differ by ranks.
+        """
+        few_paths = 1 + self.level.small_group_ranks / self.ranks if is_ring else 1.0
         return sent_bytes * few_paths / self.bandwidth_bytes_per_s
 
     def fill_s(self, sent_bytes: float) -> float:
@@ -164,7 +167,8 @@ def axis_link(
         outside = min(size, max(1, unit * level.size // stride))
         if outside > inside:
             bandwidth = cluster.port_bytes_per_s(level, first_rank, total)
-            hops.append(_hop(level, -(-outside // inside), unit, bandwidth))
+            hop = _hop(level, -(-outside // inside), unit, bandwidth)
+            hops.append(replace(hop, is_innermost=level is cluster.levels[0]))
             sharing = max(1, min(unit, total) // inside)
             inside = outside
         unit *= level.size
@@ -181,7 +185,6 @@ def _hop(level: Level, ranks: int, devices_below: int, port_bytes_per_s: float) 
         level=level,
         ranks=ranks,
         bandwidth_bytes_per_s=share,
-        is_innermost=devices_below == 1,
     )
 
 
@@ -218,11 +221,11 @@ def _pipelined_s(stays: list[Stay]) -> float:
     return sum(stay.latency_s for stay in stays) + max(stay.wire_s for stay in stays)
 
 
-def _stay(hop: Hop, messages: float, sent_bytes: float) -> Stay:
+def _stay(hop: Hop, messages: float, sent_bytes: float, *, is_ring: bool = True) -> Stay:
     """What a hop adds when each rank sends `sent_bytes` in so many messages in a row."""
     return Stay(
         latency_s=messages * hop.level.latency_s + hop.fill_s(sent_bytes),
-        wire_s=hop.wire_s(sent_bytes),
+        wire_s=hop.wire_s(sent_bytes, is_ring=is_ring),
     )
 
 
@@ -250,7 +253,8 @@ def _quick_all_reduce(tensor_bytes: float, hop: Hop) -> Stay:
         return Stay(latency_s=latency_s, wire_s=wire_s)
     if hop.is_innermost or level.transport == Transport.GLOO:
         return _ring_all_reduce(tensor_bytes, hop)
-    return _stay(hop, 2 * math.ceil(math.log2(hop.ranks)), 2 * tensor_bytes)
+    rounds = 2 * math.ceil(math.log2(hop.ranks))
+    return _stay(hop, rounds, 2 * tensor_bytes, is_ring=False)
 
 
 def all_gather_s(tensor_bytes: float, axis: AxisLink) -> float:
@@ -291,19 +295,16 @@ def broadcast_s(tensor_bytes: float, axis: AxisLink) -> float:
     """Seconds, setup apart, until every rank of an axis has one rank's tensor."""
     return _pipelined_s(
         [
-            _stay(hop, math.ceil(math.log2(hop.ranks)), tensor_bytes / held)
+            _stay(hop, math.ceil(math.log2(hop.ranks)), tensor_bytes / held, is_ring=False)
             for held, hop in axis.parts()
         ]
     )
 
 
 def send_s(tensor_bytes: float, axis: AxisLink) -> float:
-    """Seconds, setup apart, to send a tensor to a neighbour on the axis, over its slowest hop.
-
-    Two ranks of a pair use as many paths as a large group does.
-    """
+    """Seconds, setup apart, to send a tensor to a neighbour on the axis, over its slowest hop."""
     return max(
-        hop.level.latency_s + hop.fill_s(tensor_bytes) + tensor_bytes / hop.bandwidth_bytes_per_s
+        hop.level.latency_s + hop.fill_s(tensor_bytes) + hop.wire_s(tensor_bytes, is_ring=False)
         for hop in axis.hops
     )
 

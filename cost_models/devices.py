@@ -20,7 +20,7 @@ from cost_models.records import Device, Efficiency
 from cost_models.units import GB, GB_BYTES, GIB, TB, TFLOPS
 
 AMPERE = Efficiency(
-    matmul_best=0.84,
+    matmul_best=0.82,
     matmul_best_at={"fp32": 0.92, "fp64": 0.92},
     matmul_half_flops=3e9,
     matmul_half_k=150,
@@ -52,27 +52,29 @@ VOLTA = replace(
 )
 HOPPER = replace(
     AMPERE,
-    matmul_best=0.755,
-    matmul_best_at={"fp32": 0.85, "fp64": 0.85, "fp8": 0.67},
+    matmul_best=0.72,
+    matmul_best_at={"fp32": 0.85, "fp64": 0.85, "fp8": 0.64},
     matmul_half_flops=5e9,
     attention_forward_best=0.38,
     attention_backward_best=0.32,
     memory_half_bytes=7e6,
     source=(
-        "2026-11-30: matmul 0.94 of the best shape of the MAMF table (794.5 bf16, 1402.6 fp8 of "
-        "ml-engineering), as on A100; attention is FlashAttention-2, PyTorch's default, at "
-        "335 TFLOP/s forward and backward (arXiv 2307.08691); fp32, fp64 and memory recalled"
+        "2026-11-30: matmul 0.90 of the best shape of the MAMF table of ml-engineering (794.5 "
+        "bf16, 1402.6 fp8), between what sharded data-parallel runs imply for H100 (llm-foundry, "
+        "2023: 0.67 of peak) and H200 (KempnerForge, 2026: 0.755); attention is FlashAttention-2, "
+        "PyTorch's default, at 335 TFLOP/s forward and backward (arXiv 2307.08691); fp32, fp64 and "
+        "memory recalled"
     ),
 )
 BLACKWELL = replace(
     HOPPER,
-    matmul_best=0.73,
-    matmul_best_at={"fp32": 0.85, "fp64": 0.85, "fp8": 0.72},
+    matmul_best=0.70,
+    matmul_best_at={"fp32": 0.85, "fp64": 0.85, "fp8": 0.69},
     matmul_half_flops=9e9,
     memory_half_bytes=16e6,
     source=(
-        "2026-11-30: matmul 0.94 of the best shape of the MAMF table (1745 bf16, 3432.5 fp8 of "
-        "ml-engineering); the rest as on H100, recalled"
+        "2026-11-30: matmul 0.90 of the best shape of the MAMF table of ml-engineering (1745 "
+        "bf16, 3432.5 fp8), as on H100; the rest as on H100, recalled"
     ),
 )
 CPU = Efficiency(
@@ -178,11 +180,11 @@ _GB200 = replace(
     host_link_bytes_per_s=170 * GB,
     efficiency=replace(
         BLACKWELL,
-        matmul_best=0.685,
-        matmul_best_at={"fp32": 0.85, "fp64": 0.85, "fp8": 0.68},
+        matmul_best=0.66,
+        matmul_best_at={"fp32": 0.85, "fp64": 0.85, "fp8": 0.65},
         source=(
-            "2026-11-30: matmul 0.94 of the best shape of the MAMF table (1822 bf16, 3615.6 fp8 of "
-            "ml-engineering); the rest as on B200"
+            "2026-11-30: matmul 0.90 of the best shape of the MAMF table of ml-engineering (1822 "
+            "bf16, 3615.6 fp8), as on H100; the rest as on B200"
         ),
     ),
     source=(
@@ -322,6 +324,16 @@ _TABLE = (
         kind="H100-96GB",
         memory_bytes=96 * GIB,
         memory_bytes_per_s=2.4 * TB,
+        efficiency=replace(
+            HOPPER,
+            matmul_best=0.56,
+            attention_forward_best=0.31,
+            attention_backward_best=0.26,
+            source=(
+                "2026-11-30: as on H100, taken down by the 500 W limit to what torchtitan's "
+                "compiled Llama-3 8B on 8 of them implies (2024-12)"
+            ),
+        ),
         source="H100 SXM with HBM2e at 2.4 TB/s and 500 W, as in Grand Teton (torchtitan, 2024)",
     ),
     replace(

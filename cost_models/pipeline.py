@@ -69,7 +69,8 @@ def one_f_one_b_bounds(
     * round trip: ``pre_i + t_i + L_i + (G - 1) (t_i + L_i) / (k + 1)``: at most k + 1 microbatches
       are on their way beyond stage i at a time.
 
-    With G <= k the stage never waits for a slot: ``pre_i + G t_i + L_i``. Each maximum is a pair of
+    With G <= k the stage does all forwards before its first backward, and only one of the two can
+    hold up the others: ``pre_i + t_i + (G - 1) max(f_i, b_i) + L_i``. Each maximum is a pair of
     linear inequalities, so that an integer program can state them.
     """
     require_count("schedule", "num_microbatches", num_microbatches)
@@ -82,7 +83,9 @@ def one_f_one_b_bounds(
         reach_s = before_s + 2 * send_s * i
         work_s = num_microbatches * stage.both_s
         if num_microbatches <= after:
-            busy_s = trip_s = reach_s + work_s + beyond_s
+            slower_s = max(stage.forward_s, stage.backward_s)
+            busy_s = reach_s + stage.both_s + (num_microbatches - 1) * slower_s + beyond_s
+            trip_s = busy_s
         else:
             warm_s = max(0.0, beyond_s - after * stage.forward_s)
             drain_s = max(0.0, beyond_s - after * stage.backward_s)

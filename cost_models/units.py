@@ -33,12 +33,21 @@ _BYTES = {
     "TIB": 2**40,
 }
 _BITS = {"b": 1 / 8, "Kb": 125.0, "Mb": 125e3, "Gb": 125e6, "Tb": 125e9}
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+_PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "µs": 1e6, "ns": 1e9}
 _FLOPS = {"FLOP": 1.0, "GFLOP": 1e9, "TFLOP": 1e12, "PFLOP": 1e15}
 _NUMBER = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(.*?)\s*$")
 
 
 def parse_bytes(text: str | float, where: str) -> int:
+    """Bytes of ``80GiB``, ``16 GB`` or a bare number of bytes, as a whole number.
+
+    Raises:
+        ClusterSpecError: The unit is not one of bytes.
+    """
+    return round(parse_size(text, where))
+
+
+def parse_size(text: str | float, where: str) -> float:
     """Bytes of ``80GiB``, ``16 GB`` or a bare number of bytes.
 
     Args:
@@ -52,7 +61,7 @@ def parse_bytes(text: str | float, where: str) -> int:
     factor = 1.0 if not unit else _BYTES.get(_byte_unit(unit))
     if factor is None:
         raise _unit_error(text, where, unit, "bytes such as 80GiB or 16 GB")
-    return round(number * factor)
+    return number * factor
 
 
 def parse_bandwidth(text: str | float, where: str) -> float:
@@ -87,10 +96,10 @@ def parse_seconds(text: str | float, where: str) -> float:
     """
     expected = "a time such as 5us or 0.3 ms"
     number, unit = _split(text, where, expected)
-    factor = 1.0 if not unit else _SECONDS.get(unit)
-    if factor is None:
+    per_second = 1.0 if not unit else _PER_SECOND.get(unit)
+    if per_second is None:
         raise _unit_error(text, where, unit, expected)
-    return number * factor
+    return number / per_second
 
 
 def parse_flops(text: str | float, where: str) -> float:
@@ -107,6 +116,30 @@ def parse_flops(text: str | float, where: str) -> float:
     if factor is None:
         raise _unit_error(text, where, unit, expected)
     return number * factor
+
+
+def exact_size(num_bytes: float) -> str | float:
+    """Text that `parse_size` reads back to the same number, or the number where there is none."""
+    tried = [f"{num_bytes / GIB:g} GiB", f"{num_bytes / GB:g} GB", f"{num_bytes / MB:g} MB"]
+    return next((text for text in tried if parse_size(text, "") == num_bytes), num_bytes)
+
+
+def exact_bandwidth(bytes_per_s: float) -> str | float:
+    """Text that `parse_bandwidth` reads back to the same number, or the number."""
+    text = f"{bytes_per_s / GB:g} GB/s"
+    return text if parse_bandwidth(text, "") == bytes_per_s else bytes_per_s
+
+
+def exact_seconds(seconds: float) -> str | float:
+    """Text that `parse_seconds` reads back to the same number, or the number."""
+    text = f"{seconds * 1e6:g} us"
+    return text if parse_seconds(text, "") == seconds else seconds
+
+
+def exact_flops(flops_per_s: float) -> str | float:
+    """Text that `parse_flops` reads back to the same number, or the number."""
+    text = f"{flops_per_s / TFLOPS:g} TFLOP/s"
+    return text if parse_flops(text, "") == flops_per_s else flops_per_s
 
 
 def bytes_text(num_bytes: float) -> str:
