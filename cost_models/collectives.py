@@ -25,6 +25,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import NamedTuple
 
 from cost_models.cluster import Cluster
 from cost_models.errors import ClusterSpecError, near_misses
@@ -87,8 +88,7 @@ class Hop:
         return half_bytes / self.bandwidth_bytes_per_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stay:
+class Stay(NamedTuple):
     """What one hop adds to a collective.
 
     Attributes:
@@ -212,12 +212,16 @@ def all_reduce_s(tensor_bytes: float, axis: AxisLink) -> float:
     """Seconds, setup apart, to sum a tensor over an axis by the quickest algorithm."""
     rings = [_ring_all_reduce(tensor_bytes / held, hop) for held, hop in axis.parts()]
     quick = [_quick_all_reduce(tensor_bytes / held, hop) for held, hop in axis.parts()]
-    choices = (rings, quick, rings[:1] + quick[1:], quick[:1] + rings[1:])
+    choices = [rings, quick]
+    if len(rings) > 1:
+        choices += [rings[:1] + quick[1:], quick[:1] + rings[1:]]
     return min(map(_pipelined_s, choices))
 
 
 def _pipelined_s(stays: list[Stay]) -> float:
     """Seconds of hops that all carry bytes at once, after each has begun."""
+    if len(stays) == 1:
+        return stays[0].latency_s + stays[0].wire_s
     return sum(stay.latency_s for stay in stays) + max(stay.wire_s for stay in stays)
 
 

@@ -128,7 +128,7 @@ def interleaving_memory_factor(stages: int, chunks: int) -> float:
     """Activations of the first rank, interleaved over 1F1B: ``1 + (p - 1) / (p m)``.
 
     Source:
-        Korthikanti et al., arXiv 2205.05198, 2022, section 4.2.3.
+        Korthikanti et al., arXiv 2205.05198, 2022, section 4.2.
     """
     return 1 + (stages - 1) / (stages * chunks)
 
@@ -162,7 +162,7 @@ def zb_h1_bubble_s(stage: SplitTime, stages: int) -> float:
     """Idle seconds of ZB-H1, with about the memory of 1F1B: ``(S - 1) (f + b - w)``.
 
     Source:
-        Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, 2023, table 2. For unequal
+        Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, 2023. For unequal
         f, b, w the schedule itself says more.
     """
     return (stages - 1) * max(0.0, stage.forward_s + stage.input_s - stage.weight_s)

@@ -170,7 +170,7 @@ _WAN = Level(
     flows=16,
     source=(
         "two sites 40 ms apart (round trip), each behind 10 Gb/s; one TCP connection carries "
-        "0.293 Gb/s at that distance (Atlas, arXiv 2411.14458)"
+        "0.293 Gb/s at that distance (Atlas, 2024)"
     ),
 )
 

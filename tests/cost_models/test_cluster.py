@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import pickle
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,12 @@ def test_every_device_says_where_its_numbers_come_from(kind: str) -> None:
     assert device.source
     assert device.efficiency.source
     assert device.flops_per_s("float32") == device.peak_flops_per_s["fp32"]
+
+
+def test_clusters_are_values() -> None:
+    cluster = Cluster.preset("h100", nodes=2)
+    assert hash(cluster) == hash(Cluster.preset("h100", nodes=2))
+    assert pickle.loads(pickle.dumps(cluster)) == cluster
 
 
 def test_the_devices_people_ask_for_are_in_the_table() -> None:
@@ -206,3 +213,13 @@ def test_unknown_presets_and_counts_are_refused() -> None:
         Cluster.preset("two-sites", nodes=1)
     with pytest.raises(ClusterSpecError, match="the process count is 0"):
         Cluster.local(0)
+
+
+def test_the_documented_file_is_a_cluster() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "cost.md").read_text(encoding="utf-8")
+    text = page.split("```yaml\n")[1].split("```")[0]
+    cluster = Cluster.from_yaml(text)
+    assert [cluster.device(rank).kind for rank in (0, 8)] == ["A100-80GB", "my-chip"]
+    assert cluster.levels[1].bandwidth_bytes_per_s == 25e9
+    for kind in ("peak", "memory_bandwidth", "host_op", "setup", "staging_bandwidth", *MACHINES):
+        assert f"`{kind}`" in page
