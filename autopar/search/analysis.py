@@ -32,6 +32,8 @@ class Analysis:
         cuts: Where factors may be cut.
         batch: Pieces that come from the batch dim of the inputs.
         sequence: Pieces that come from the sequence dim of the inputs.
+        minor: Pieces that every heavy op keeps whole (head widths, image planes): splitting them
+            elsewhere would only be undone.
         steady: Nodes that depend on no parameter and no floating-point input.
     """
 
@@ -42,6 +44,7 @@ class Analysis:
     cuts: Pieces
     batch: Pieces
     sequence: Pieces
+    minor: Pieces
     steady: frozenset[str]
 
     def root(self, ref: Ref) -> Alias:
@@ -75,6 +78,7 @@ def analyse(
         cuts=cut_sets(graph, rules),
         batch=trace_factor(graph, rules, _starts(graph, 0)),
         sequence=trace_factor(graph, rules, _starts(graph, 1)),
+        minor=_minor(graph, rules),
         steady=_steady(graph),
     )
 
@@ -103,6 +107,44 @@ def _starts(graph: Graph, behind: int) -> Mapping[Ref, tuple[int, int, int]]:
         shape = node.outputs[0].shape
         if dim is not None and dim + behind < len(shape):
             found[Ref(node.name)] = (dim + behind, 1, shape[dim + behind])
+    return found
+
+
+def _minor(graph: Graph, rules: Mapping[str, Rule]) -> Pieces:
+    """Pieces of whole factors of heavy ops that are split in no heavy op."""
+    kept = _pieces_of_heavy(graph, rules, whole=True)
+    split = _pieces_of_heavy(graph, rules, whole=False)
+    return {
+        name: {
+            factor: pieces - split.get(name, {}).get(factor, frozenset())
+            for factor, pieces in factors.items()
+        }
+        for name, factors in kept.items()
+    }
+
+
+def _pieces_of_heavy(
+    graph: Graph, rules: Mapping[str, Rule], *, whole: bool
+) -> dict[str, dict[str, frozenset[tuple[int, int]]]]:
+    """Pieces tied to whole dims, or to free dims, of the operands of ops that count FLOPs."""
+    rounds: list[dict[Ref, tuple[int, int, int]]] = []
+    for node in graph.nodes:
+        rule = rules.get(node.name)
+        if rule is None or not rule.flops:
+            continue
+        for ref, dims in zip(node.operands, rule.operands, strict=True):
+            shape = graph.type_of(ref).shape
+            chosen = [d for d, f in enumerate(dims) if len(f) == 1 and (f[0] in rule.whole) == whole]
+            for place, dim in enumerate(chosen):
+                while len(rounds) <= place:
+                    rounds.append({})
+                rounds[place].setdefault(ref, (dim, 1, shape[dim]))
+    found: dict[str, dict[str, frozenset[tuple[int, int]]]] = {}
+    for starts in rounds:
+        for name, factors in trace_factor(graph, rules, starts).items():
+            own = found.setdefault(name, {})
+            for factor, pieces in factors.items():
+                own[factor] = own.get(factor, frozenset()) | pieces
     return found
 
 

@@ -36,7 +36,7 @@ from autopar.plan.records import NodePlan, ParameterPlan, StagePlan
 from autopar.rules.strategies import Strategy, strategies
 from autopar.search.analysis import Analysis
 from autopar.search.problem import Arc, Choices, Need, Problem, Solution, Value
-from autopar.search.regions import Entry, drop_partial_detours, merge_regions, places
+from autopar.search.regions import Entry, useful_partials, merge_regions, places
 from autopar.search.restrict import Restrictions, RoleFilter, parameter_allows, zero_allows
 
 STEADY_BYTES = 1 << 22
@@ -122,7 +122,16 @@ class _Builder:
         self.restrictions = restrictions
         self.roles = RoleFilter(analysis, mesh)
         self.gradients = dict(analysis.graph.gradients)
-        self.classes = tuple(self._class(names) for names in analysis.folding.classes)
+        self.partial_outputs: set[tuple[int, int]] = set()
+        classes: list[_Class] = []
+        for number, names in enumerate(analysis.folding.classes):
+            made = self._class(names)
+            classes.append(made)
+            for strategy in made.strategies:
+                for index, sharding in enumerate(strategy.outputs):
+                    if any(isinstance(axis, Partial) for axis in sharding):
+                        self.partial_outputs.add((number, index))
+        self.classes = tuple(classes)
         self.entries = merge_regions(
             analysis,
             [c.strategies for c in self.classes],
@@ -152,13 +161,22 @@ class _Builder:
             ),
         )
         legal = [s for s in found if self._reachable(node, s)]
-        kept = drop_partial_detours(rule, self.roles.required(node, legal))
+        partial = [self._can_be_partial(names, port) for port in range(len(types))]
+        kept = useful_partials(rule, self.roles.required(node, legal), partial)
         if not kept:
             raise HintError(
                 f"cannot shard {node.op!r} in {node.source}: the hints on its parameters leave "
                 "no strategy; drop one of them"
             )
         return _Class(names, node, kept)
+
+    def _can_be_partial(self, names: Sequence[str], port: int) -> bool:
+        """Whether every producer of an operand of these nodes can make it partial."""
+        for name in names:
+            root = self.analysis.root(self.graph.by_name[name].operands[port]).root
+            if (self.analysis.folding.of[root.node], root.index) not in self.partial_outputs:
+                return False
+        return True
 
     def _source_choices(self, node: Node, names: Sequence[str]) -> tuple[Strategy, ...]:
         everything = whole(self.mesh)

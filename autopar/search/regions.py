@@ -44,20 +44,48 @@ def is_elementwise(rule: Rule) -> bool:
     return all(len(dim) <= 1 and (not dim or dim in named) for dims in rule.operands for dim in dims)
 
 
-def drop_partial_detours(rule: Rule, strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
-    """An elementwise node's strategies without partial operands beside whole tensors."""
-    if not is_elementwise(rule):
-        return tuple(strategies)
-    big = [i for i, dims in enumerate(rule.operands) if any(dims)]
+def useful_partials(
+    rule: Rule, strategies: Sequence[Strategy], can_be_partial: Sequence[bool]
+) -> tuple[Strategy, ...]:
+    """The strategies without those that carry partial values where it gains nothing.
 
-    def direct(strategy: Strategy) -> bool:
+    A partial operand is kept where its producer can make one, and the op is a sum, or elementwise
+    and linear in everything it reads that is not a scalar: gradients of branches are added before
+    they are reduced, and casts move behind the reduction.
+
+    Args:
+        rule: The node's rule.
+        strategies: Its strategies.
+        can_be_partial: For each operand, whether its producer can make it partial.
+    """
+    big = frozenset(i for i, dims in enumerate(rule.operands) if any(dims))
+    passes = is_elementwise(rule) or is_sum(rule)
+
+    def useful(strategy: Strategy) -> bool:
         for axis in range(len(strategy.outputs[0])):
-            states = {isinstance(strategy.operands[i][axis], Partial) for i in big}
-            if len(states) > 1:
+            partial = {
+                i for i, own in enumerate(strategy.operands) if isinstance(own[axis], Partial)
+            }
+            if not partial:
+                continue
+            if not passes or not all(can_be_partial[i] for i in partial):
+                return False
+            if big and partial != big:
                 return False
         return True
 
-    return tuple(s for s in strategies if direct(s))
+    return tuple(s for s in strategies if useful(s))
+
+
+def is_sum(rule: Rule) -> bool:
+    """Whether the op only sums dims of one operand away."""
+    if rule.flops or rule.expand is not None or rule.alias or len(rule.operands) != 1:
+        return False
+    if len(rule.outputs) != 1 or rule.whole:
+        return False
+    read = {factor for dim in rule.operands[0] for factor in dim}
+    made = {factor for dim in rule.outputs[0] for factor in dim}
+    return made < read
 
 
 def merge_regions(

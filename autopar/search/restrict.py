@@ -46,11 +46,13 @@ class RoleFilter:
 
     def allow(self, node: Node, axis: int, factor: str, outer: int, block: int) -> bool:
         """Whether this axis may split this factor so."""
+        ranks = self._mesh.sizes[axis]
+        size = self._analysis.rules[node.name].sizes[factor]
+        if self._within(self._analysis.minor, node, factor, outer, block, ranks, size):
+            return False
         role = self._mesh.roles[axis]
         if not role:
             return True
-        ranks = self._mesh.sizes[axis]
-        size = self._analysis.rules[node.name].sizes[factor]
         batch = self._within(self._analysis.batch, node, factor, outer, block, ranks, size)
         if role == BATCH:
             return batch
