@@ -1,10 +1,10 @@
 """Factor notation: ``"m k, k n -> m n"`` says how the dims of an op relate.
 
-Every letter or word is a *factor*, a loop index of the op. No dims make a 0-d tensor (``"k, k ->"``).
-A dim is one factor, several merged
-ones in parentheses (``(b s)``, outermost first), or ``1`` for a dim of size one that is broadcast.
-``...`` stands for any leading dims, aligned from the right as broadcasting does. A factor that an
-output lacks is *reduced*: split it, and that output is partial.
+Every letter or word is a *factor*, a loop index of the op. A dim is one factor, several merged
+ones in parentheses (``(b s)``, outermost first), or ``1`` for a dim of size one that is broadcast;
+a tensor without dims is written as nothing (``"k, k ->"``). ``...`` stands for any leading dims,
+aligned from the right as broadcasting does. A factor that an output lacks is *reduced*: split it,
+and that output is partial.
 
 Reading a text gives a `Pattern`; binding a pattern to the global types of a node gives a `Rule`,
 with the size of every factor known.

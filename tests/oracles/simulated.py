@@ -57,14 +57,9 @@ def pieces(
     """The part of every rank, in the order of ranks."""
     axes = [axis for axis, s in enumerate(sharding) if isinstance(s, Partial)]
     assert all(sharding[axis] == Partial("sum") for axis in axes)
-    terms = {
-        at: term
-        for at, term in zip(
-            itertools.product(*(range(mesh.sizes[axis]) for axis in axes)),
-            _terms(value, math.prod(mesh.sizes[axis] for axis in axes), generator),
-            strict=True,
-        )
-    }
+    places = itertools.product(*(range(mesh.sizes[axis]) for axis in axes))
+    count = math.prod(mesh.sizes[axis] for axis in axes)
+    terms = dict(zip(places, _terms(value, count, generator), strict=True))
     found = []
     for rank in range(mesh.num_ranks):
         at = mesh.coordinates(rank)

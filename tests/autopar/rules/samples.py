@@ -928,7 +928,7 @@ def _attention(draw: Draw) -> tuple[list[Any], list[Any]]:
     causal = draw.chance()
     q, k, v = draw.floats(b, h * r, s, d), draw.floats(b, h, t, d), draw.floats(b, h, t, e)
     full = (b, h * r, s, t)
-    shape = tuple(1 if draw.chance() else size for size in full[:3]) + (t,)
+    shape = (*(1 if draw.chance() else size for size in full[:3]), t)
     kind = draw.integer(0, 2)
     mask = None if kind == 0 else draw.floats(*shape) if kind == 1 else draw.booleans(*shape)
     return [q, k, v, mask], [causal, draw.choice([0.5, 1.0])]

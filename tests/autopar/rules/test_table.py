@@ -9,8 +9,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from autopar.ir.sharding import Mesh
+from autopar.rules import pointwise
 from autopar.rules.notation import Rule
 from autopar.rules.strategies import strategies
 from autopar.rules.table import RULES, rule_for
@@ -39,14 +41,13 @@ def check(example: Case, rule: Rule, draw: Draw, most: int = MOST) -> None:
             for result, dense in zip(outputs, example.outputs, strict=True):
                 assert (result is None) == (dense is None), strategy
                 if dense is not None:
-                    torch.testing.assert_close(
-                        result,
-                        dense,
-                        rtol=1e-9,
-                        atol=1e-9,
-                        equal_nan=True,
-                        msg=lambda text: f"{example.node}\n{strategy} on {mesh.sizes}\n{text}",
-                    )
+                    _close(result, dense, f"{example.node}\n{strategy} on {mesh.sizes}")
+
+
+def _close(result: Tensor | None, dense: Tensor, where: str) -> None:
+    torch.testing.assert_close(
+        result, dense, rtol=1e-9, atol=1e-9, equal_nan=True, msg=lambda text: f"{where}\n{text}"
+    )
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -58,13 +59,39 @@ def _double() -> Iterator[None]:
     torch.set_default_dtype(before)
 
 
-@pytest.mark.parametrize("op", sorted(SAMPLES))
-@settings(max_examples=8, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
-@given(data=st.data())
-def test_split_op_equals_dense_op(op: str, data: st.DataObject) -> None:
+def _run(op: str, data: st.DataObject) -> None:
     draw = Draw(data)
     example = case(op, sample_of(op, draw))
     check(example, rule_for(example.node, example.types), draw)
+
+
+def _examples(count: int) -> settings:
+    """So many examples, unshrunk: a failure prints the node and the strategy."""
+    return settings(
+        max_examples=count, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
+    )
+
+
+@pytest.mark.parametrize("op", sorted(pointwise.RULES))
+@_examples(4)
+@given(data=st.data())
+def test_split_pointwise_op_equals_dense_op(op: str, data: st.DataObject) -> None:
+    _run(op, data)
+
+
+@pytest.mark.parametrize("op", sorted(set(SAMPLES) - set(pointwise.RULES)))
+@_examples(8)
+@given(data=st.data())
+def test_split_op_equals_dense_op(op: str, data: st.DataObject) -> None:
+    _run(op, data)
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("op", sorted(SAMPLES))
+@_examples(150)
+@given(data=st.data())
+def test_split_op_equals_dense_op_often(op: str, data: st.DataObject) -> None:
+    _run(op, data)
 
 
 def test_every_entry_has_a_sample() -> None:
