@@ -164,6 +164,7 @@ class ParallelModule(nn.Module):
         """
         own = self._autopar
         own.session.check_open()
+        own.session.begin_call()
         try:
             grad = self._wants_grad()
             if grad:
@@ -174,6 +175,7 @@ class ParallelModule(nn.Module):
             raise own.session.settle("the check of the batch", error) from error
         results = self._run(step, tensors, sharded)
         own.num_steps += grad
+        own.session.activity = ""
         return self._returned(step, results)
 
     def shard(self, part: Any) -> ShardedBatch:
@@ -336,6 +338,7 @@ class ParallelModule(nn.Module):
 
     def _compile(self, batch: Any, paths: Sequence[str]) -> Step:
         own = self._autopar
+        own.session.enter("the compilation of a step")
         request = StepRequest(
             batch=batch,
             grad=self._wants_grad(),

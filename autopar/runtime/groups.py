@@ -12,7 +12,9 @@ What bounds a wait:
 * a lost process ends its peers' collectives at once (the connection closes), and they name it
   within ``NAMING_S``;
 * a rank that fails in a step and lives on gives the others ``SETTLE_S`` to fail alike, then closes
-  its groups.
+  its groups;
+* a rank that compiles a new step while another runs an old one (their batches differ) fails after
+  ``SETTLE_S``.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 import threading
 import time
 import weakref
@@ -34,7 +37,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
 
 import autopar.errors
-from autopar.errors import AutoparError, ClusterError, RuntimeFailure
+from autopar.errors import AutoparError, BatchError, ClusterError, RuntimeFailure
 from autopar.ir.sharding import Mesh
 from autopar.runtime.module import AxisGroup
 
@@ -72,6 +75,9 @@ class Session:
         device: Where its tensors live.
         control: Gloo group of all ranks, for objects.
         store: Key-value store of all ranks.
+        step_timeout_s: Longest wait for a collective of a step, in seconds.
+        num_calls: Calls of compiled modules so far.
+        activity: What this rank is doing, for the others to see.
     """
 
     rank: int
@@ -79,9 +85,13 @@ class Session:
     device: torch.device
     control: Any
     store: Any
+    step_timeout_s: float = STEP_TIMEOUT_S
+    num_calls: int = 0
+    activity: str = ""
     _meshes: dict[tuple[Any, ...], MeshGroups] = field(default_factory=dict)
     _owned: dict[tuple[Any, ...], list[Any]] = field(default_factory=dict)
     _epoch: int = 0
+    _entered: int = 0
     _closed: str = ""
 
     def agree(self, phase: str, error: BaseException | None = None) -> None:
@@ -133,6 +143,45 @@ class Session:
         """
         return self._all_gather(what, value)
 
+    def begin_call(self) -> None:
+        """Note that a compiled module is called; ``activity`` says so until it is cleared."""
+        self.num_calls += 1
+        self.activity = f"run {self.num_calls}"
+
+    def enter(self, what: str) -> None:
+        """Wait until every rank has come here too.
+
+        Args:
+            what: What is entered: ranks that run something else at their same step are an error.
+
+        Raises:
+            BatchError: A rank runs a step it has compiled before, with this rank's step number.
+        """
+        if self.world_size == 1:
+            return
+        key, self._entered = f"enter/{self._entered}/", self._entered + 1
+        self.store.set(f"{key}{self.rank}", what)
+        self.activity = f"compile {self.num_calls}"
+        start = time.monotonic()
+        while time.monotonic() < start + PHASE_TIMEOUT_S:
+            absent = [r for r in range(self.world_size) if not self.store.check([f"{key}{r}"])]
+            if not absent:
+                return
+            time.sleep(min(self.beat_s, 0.01 + (time.monotonic() - start) / 10))
+            if time.monotonic() < start + SETTLE_S:
+                continue
+            beats = self._beats()
+            running = [r for r in absent if beats[r].endswith(f" run {self.num_calls}")]
+            if running:
+                raise BatchError(
+                    f"cannot start {what} on rank {self.rank}: rank {running[0]} runs a step it "
+                    "has; give every rank the same global batch, or mark parts with parallel.shard"
+                )
+        raise RuntimeFailure(
+            f"cannot start {what} on rank {self.rank}: ranks {absent[:8]} did not come within "
+            f"{PHASE_TIMEOUT_S:.0f} s; see their output"
+        )
+
     def groups(self, mesh: Mesh, first_rank: int = 0) -> MeshGroups:
         """Groups of a mesh, made at the first call and warmed up; every rank must call alike.
 
@@ -165,6 +214,7 @@ class Session:
             action: What this rank was doing.
             error: What it failed with.
         """
+        self.activity = ""
         if self.world_size == 1:
             return _as_failure(error, action, self.rank)
         if _is_connection_error(error):
@@ -223,9 +273,9 @@ class Session:
         """Seconds between two signs of life of a rank."""
         return max(BEAT_S, self.world_size / 1000)
 
-    def _beats(self) -> list[bytes]:
-        keys = [f"beat/{rank}" for rank in range(self.world_size)]
-        return list(self.store.multi_get(keys))
+    def _beats(self) -> list[str]:
+        """Every rank's last sign of life: a count and what it was doing."""
+        return [self.store.get(f"beat/{rank}").decode() for rank in range(self.world_size)]
 
     def _all_gather(self, what: str, value: Any) -> list[Any]:
         if self.world_size == 1:
@@ -244,7 +294,7 @@ class Session:
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         axes, owned = [AxisGroup("", 1)] * len(mesh.sizes), []
         for axis in active:
-            group = _axis_group(ranks, axis, self.rank, backend)
+            group = self._axis_group(ranks, axis, backend)
             axes[axis] = AxisGroup(group.group_name, mesh.sizes[axis])
             owned.append(group)
         active = active or (0,)
@@ -253,6 +303,16 @@ class Session:
         device_mesh = DeviceMesh(self.device.type, grid, mesh_dim_names=names)
         self._warm_up(owned)
         return MeshGroups(mesh, tuple(axes), active, device_mesh), owned
+
+    def _axis_group(self, ranks: torch.Tensor, axis: int, backend: str) -> Any:
+        """This rank's group along an axis; every rank makes every group, in sorted order."""
+        own = None
+        lines = ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]).tolist()
+        for line in sorted(lines):
+            group = dist.new_group(line, timeout=_delta(self.step_timeout_s), backend=backend)
+            own = group if self.rank in line else own
+        assert own is not None, f"rank {self.rank} is not on the mesh"
+        return own
 
     def _warm_up(self, owned: Sequence[Any]) -> None:
         """Connect the groups before the first step, so that it isn't what finds them broken."""
@@ -282,12 +342,16 @@ _SESSIONS: weakref.WeakKeyDictionary[Any, Session] = weakref.WeakKeyDictionary()
 """The session of each default process group: a process has one at a time."""
 
 
-def open_session(device_type: str, num_ranks: int) -> Session:
+def open_session(
+    device_type: str, num_ranks: int, step_timeout_s: float = STEP_TIMEOUT_S
+) -> Session:
     """The session of this process; every rank must call it.
 
     Args:
         device_type: ``cpu`` or ``cuda``.
         num_ranks: Number of ranks the cluster has.
+        step_timeout_s: Longest wait for a collective of a step, in seconds, in groups made from
+            now on.
 
     Raises:
         ClusterError: Another number of processes runs.
@@ -304,6 +368,7 @@ def open_session(device_type: str, num_ranks: int) -> Session:
     session = _SESSIONS.get(default)
     if session is None:
         session = _SESSIONS[default] = _new_session(device_type)
+    session.step_timeout_s = step_timeout_s
     return session
 
 
@@ -322,7 +387,7 @@ def _new_session(device_type: str) -> Session:
     session = Session(rank, world_size, device, control, store)
     if world_size > 1:
         # A store answers one caller at a time: the heart has a connection of its own.
-        _start_heart(PrefixStore("autopar", default_store.clone()), rank, session.beat_s)
+        _start_heart(session, PrefixStore("autopar", default_store.clone()))
         store.wait([f"beat/{r}" for r in range(world_size)], _delta(PHASE_TIMEOUT_S))
     return session
 
@@ -345,26 +410,16 @@ def _ensure_process_group(device_type: str, num_ranks: int) -> None:
     )
 
 
-def _axis_group(ranks: torch.Tensor, axis: int, rank: int, backend: str) -> Any:
-    """This rank's group along an axis; every rank makes every group, in sorted order."""
-    own = None
-    lines = ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]).tolist()
-    for line in sorted(lines):
-        group = dist.new_group(line, timeout=_delta(STEP_TIMEOUT_S), backend=backend)
-        own = group if rank in line else own
-    assert own is not None, f"rank {rank} is not on the mesh"
-    return own
-
-
-def _start_heart(store: Any, rank: int, beat_s: float) -> None:
+def _start_heart(session: Session, store: Any) -> None:
     """Write this rank's sign of life until the process ends."""
     stop = threading.Event()
+    beat_s, rank = session.beat_s, session.rank
 
     def beat() -> None:
         count = 0
         while True:
             try:
-                store.set(f"beat/{rank}", str(count))
+                store.set(f"beat/{rank}", f"{count} {session.activity}")
             except RuntimeError:  # the store has gone, and everyone will see that
                 return
             count += 1
@@ -429,7 +484,9 @@ def _lost(ranks: list[int] | None, action: str, rank: int, error: Exception) -> 
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error) or repr(error)).strip().split("\n")[0]
+    """The error in a line, without gloo's source locations and greetings."""
+    line = (str(error) or repr(error)).strip().split("\n")[0]
+    return re.sub(r"^\[\S+:\d+\] ", "", line).split(". This is typically")[0]
 
 
 _LOSS_SIGNS = ("gloo", "Connection closed", "Connection reset", "Broken pipe", "Timed out waiting")

@@ -2,7 +2,8 @@
 
 The reference is one process that makes every tensor on meta with ``to_empty(device="cpu")``, seeds
 torch and runs the initialization. A tied parameter is filled under each of its names, as
-``to_empty`` unties it; its first name's value counts, as when the model is built for real.
+``to_empty`` unties it; its first name's value counts, as when the model is built for real. In a
+model partly on meta, what is not on meta keeps its values.
 """
 
 from __future__ import annotations
@@ -38,15 +39,16 @@ def initialized(
     Raises:
         AutoparError: Nothing fills a tensor on meta.
     """
-    names = [name for name, tensor in _tensors(model) if tensor.is_meta]
+    tensors = dict(_tensors(model))
+    names = [name for name, tensor in tensors.items() if tensor.is_meta]
     if names:
-        model = _materialized(model)
+        made = _materialized(model)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(seed)
-            (init or default_init)(model)
-    tensors = dict(_tensors(model))
-    unfilled = [n for n in names if n not in tensors or _is_unfilled(tensors[n])]
-    unfilled = [n for n in unfilled if n not in aliases]
+            (init or default_init)(made)
+        filled = dict(_tensors(made))
+        tensors |= {name: filled[name] for name in names if name in filled}
+    unfilled = [n for n in names if n not in aliases and _is_unfilled(tensors[n])]
     if unfilled:
         raise AutoparError(_unfilled_message(unfilled, init))
     for name, tensor in tensors.items():

@@ -217,8 +217,10 @@ def load_value(name: str, own: Tensor, value: Tensor) -> None:
             f"{list(own.shape)}; load a state of this model"
         )
     if isinstance(own, DTensor) and isinstance(value, DTensor):
-        same = value.device_mesh == own.device_mesh
-        own.copy_(value if same else wrap_whole(own, value.full_tensor()))
+        if value.device_mesh == own.device_mesh:
+            own.copy_(value.redistribute(placements=own.placements))
+        else:
+            own.copy_(wrap_whole(own, value.full_tensor()))
     elif isinstance(own, DTensor):
         own.copy_(wrap_whole(own, value))
     else:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import BatchError
 from autopar.ir.sharding import Sharding, dim_splits, local_indices
-from autopar.lower.program import Program, ProgramInput
+from autopar.lower.program import WAIT, Program, ProgramInput
 from autopar.plan.records import Plan
 from autopar.runtime.groups import MeshGroups
 from autopar.runtime.module import build_module
@@ -166,12 +166,15 @@ class Step:
         name = self.module.code.split("\n")[line - 1].split("=")[0].split(":")[0].strip()
         node = next((n for n in self.module.graph.nodes if n.name == name), None)
         wanted = node.meta.get("instruction") if node is not None else None
-        for instruction in self.source.program.instructions:
-            if instruction.name == wanted:
-                module = self.source.plan.modules.get(instruction.origin, "")
-                where = f" of module {module!r}" if module else ""
-                return f"{instruction.op} {instruction.name!r}{where}"
-        return "a step"
+        by_name = {i.name: i for i in self.source.program.instructions}
+        if wanted not in by_name:
+            return "a step"
+        instruction = by_name[wanted]
+        if instruction.op == WAIT:
+            instruction = by_name[instruction.operands[0].node]
+        module = self.source.plan.modules.get(instruction.origin, "")
+        where = f" of module {module!r}" if module else ""
+        return f"{instruction.op} {instruction.name!r}{where}"
 
     def problem_of_part(self, tensors: Sequence[Tensor]) -> str:
         """Why this rank's part of a batch does not fit; empty if it does."""

@@ -21,6 +21,10 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore
+
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 120.0
 
@@ -99,12 +103,15 @@ class Pool:
     def _start(self) -> None:
         folder = tempfile.mkdtemp(prefix="autopar_pool_")
         address = str(Path(folder) / "socket")
+        # The store lives here, as torchrun's does in its agent: it outlives every rank.
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
         env = {
             **os.environ,
             "PYTHONPATH": path,
             "OMP_NUM_THREADS": "1",
             "POOL_FOLDER": folder,
+            "POOL_PORT": str(self._store.port),
             "POOL_WORLD_SIZE": str(self.world_size),
         }
         with Listener(address, "AF_UNIX", backlog=self.world_size) as listener:
@@ -176,13 +183,10 @@ def run_torchrun(
 
 
 def _worker() -> None:
-    import torch
-    import torch.distributed as dist
-
     rank, world_size = int(os.environ["POOL_RANK"]), int(os.environ["POOL_WORLD_SIZE"])
     folder = Path(os.environ["POOL_FOLDER"])
     torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), world_size)
+    store = TCPStore("127.0.0.1", int(os.environ["POOL_PORT"]), is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     connection = Client(str(folder / "socket"), "AF_UNIX")
     connection.send(rank)

@@ -1,0 +1,200 @@
+"""Ranks that fail, differ or die: every rank ends with an error that names the culprit, in time."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from autopar.errors import (
+    AutoparError,
+    BatchError,
+    CaptureError,
+    ClusterError,
+    RuntimeFailure,
+)
+from autopar.runtime import groups
+from autopar.runtime.executor import ParallelModule
+from autopar.runtime.groups import open_session
+from tests.autopar.runtime.programs import batch, parallel_linear
+from tests.dist.pool import Pool, run_torchrun
+
+
+def agreements() -> list[str]:
+    session = open_session("cpu", 2)
+    messages = []
+
+    def caught(function: Any, kind: type[Exception]) -> None:
+        with pytest.raises(kind) as found:
+            function()
+        messages.append(str(found.value))
+
+    session.agree("capture")
+    failed = CaptureError("cannot capture 'x'") if session.rank == 1 else None
+    caught(lambda: session.agree("capture", failed), CaptureError)
+    other = ValueError("odd") if session.rank == 0 else None
+    caught(lambda: session.agree("plan", other), (RuntimeFailure, ValueError))  # type: ignore[arg-type]
+    session.agree_equal("plans", "same")
+    caught(lambda: session.agree_equal("plans", f"digest{session.rank}"), RuntimeFailure)
+    assert session.broadcast_text("plan" if session.rank == 0 else None) == "plan"
+    caught(lambda: open_session("cpu", 8), ClusterError)
+    return messages
+
+
+def test_one_rank_s_error_is_raised_by_all(pool: Any) -> None:
+    first, second = pool(2).run(agreements)
+    assert first[0] == "cannot capture 'x' (on rank 1)"
+    assert second[0] == "cannot capture 'x'"
+    assert first[1] == "odd"
+    assert second[1] == "cannot finish plan: rank 0 failed: ValueError: odd"
+    assert "rank 0 has digest0, rank 1 has digest1" in first[2]
+    assert "8 ranks: 2 processes are running" in first[3]
+
+
+def alike() -> None:
+    parallel = parallel_linear((2,))
+    for _ in range(2):
+        with pytest.raises(BatchError):
+            parallel({"x": object()})
+    parallel(batch()).backward()
+
+
+def test_an_error_on_all_ranks_leaves_the_groups_usable(pool: Any) -> None:
+    start = time.monotonic()
+    pool(2).run(alike)
+    assert time.monotonic() - start < groups.SETTLE_S
+
+
+def _failing_on_rank_1(parallel: ParallelModule) -> None:
+    step = parallel._last_step("test")
+    instructions = step.source.program.instructions
+    node = next(n for n in step.module.graph.nodes if n.name == instructions[1].name)
+
+    def broken(*args: Any) -> None:
+        raise IndexError("index out of range")
+
+    if dist.get_rank() == 1:
+        node.target = broken
+        step.module.recompile()
+        step._call = step.module.forward
+
+
+def lingering() -> tuple[str, float]:
+    groups.SETTLE_S = 2.0
+    parallel = parallel_linear((2,))
+    parallel(batch()).backward()
+    _failing_on_rank_1(parallel)
+    start = time.monotonic()
+    with pytest.raises(RuntimeFailure) as caught:
+        parallel(batch())
+    seconds = time.monotonic() - start
+    with pytest.raises(RuntimeFailure, match="start the processes again"):
+        parallel(batch())
+    return str(caught.value), seconds
+
+
+@pytest.fixture
+def fresh_pool() -> Any:
+    """A pool of its own: what runs in it breaks it."""
+    made = Pool(2)
+    yield made
+    made.close()
+
+
+def test_a_rank_that_fails_and_lives_on_ends_the_others(fresh_pool: Pool) -> None:
+    (first, seconds), (second, _) = fresh_pool.run(lingering)
+    assert "rank 1 failed in aten.mul.Tensor" in first
+    assert "IndexError: index out of range" in first
+    assert "cannot run aten.mul.Tensor" in second
+    assert seconds < groups.SETTLE_S
+
+
+def dying() -> tuple[str, float]:
+    parallel = parallel_linear((2,))
+    parallel(batch()).backward()
+    if dist.get_rank() == 1:
+        os._exit(3)
+    start = time.monotonic()
+    with pytest.raises(RuntimeFailure) as caught:
+        parallel(batch())
+    return str(caught.value), time.monotonic() - start
+
+
+def test_a_rank_that_dies_is_named(fresh_pool: Pool) -> None:
+    (ok, (message, seconds), _), (died, _, _) = fresh_pool.outcomes(dying)
+    assert ok
+    assert not died
+    assert "rank 1 gave no sign of life" in message
+    assert "autopar.all_reduce" in message
+    assert seconds < groups.NAMING_S
+
+
+def dying_in_a_phase() -> str:
+    session = open_session("cpu", 2)
+    if dist.get_rank() == 1:
+        os._exit(3)
+    with pytest.raises(RuntimeFailure) as caught:
+        session.agree("capture")
+    return str(caught.value)
+
+
+def test_a_rank_that_dies_in_a_phase_is_named(fresh_pool: Pool) -> None:
+    (ok, message, _), _ = fresh_pool.outcomes(dying_in_a_phase)
+    assert ok
+    assert "the exchange after capture on rank 0: rank 1 gave no sign of life" in message
+
+
+def different_batches() -> str:
+    groups.SETTLE_S = 2.0
+    parallel = parallel_linear((2,))
+    parallel(batch()).backward()
+    x = batch()["x"]
+    with pytest.raises(AutoparError) as caught:
+        parallel({"x": x if dist.get_rank() == 0 else x[:3]})
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_batches_that_differ_between_ranks_do_not_hang(fresh_pool: Pool) -> None:
+    first, second = fresh_pool.run(different_batches)
+    assert second.startswith("BatchError: cannot start the compilation of a step on rank 1: rank 0")
+    assert first.startswith("RuntimeFailure")
+    assert "same global batch" in first
+
+
+ONE_RANK_DIES = """
+import os
+from tests.autopar.runtime.programs import batch, parallel_linear
+
+torch.set_num_threads(1)
+parallel = parallel_linear((2,))
+parallel(batch()).backward()
+if os.environ["RANK"] == "1":
+    os._exit(3)
+parallel(batch())
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_ends_when_a_rank_dies() -> None:
+    ended = run_torchrun(ONE_RANK_DIES, world_size=2, timeout_s=90)
+    assert ended.returncode != 0
+
+
+def test_without_torchrun_one_process_is_enough() -> None:
+    script = """
+from tests.autopar.runtime.programs import batch, parallel_linear
+parallel = parallel_linear((1,))
+parallel(batch()).backward()
+try:
+    parallel_linear((2,))
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+    import subprocess
+    import sys
+
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert ended.stdout.startswith("ClusterError cannot run on a cluster of 2 ranks"), ended.stderr
