@@ -52,11 +52,11 @@ def _walk(value: Any, path: str, leaf: Callable[[str, Tensor], Tensor]) -> tuple
         rebuilt = made if type(value) is dict else type(value)(made)  # type: ignore[call-arg]
         return rebuilt, (type(value).__qualname__, names, tuple(key for _, key in items))
     if isinstance(value, (tuple, list)):
-        items = [_walk(item, _join(path, i), leaf) for i, item in enumerate(value)]
+        fields = getattr(value, "_fields", range(len(value)))
+        items = [_walk(item, _join(path, i), leaf) for i, item in zip(fields, value, strict=True)]
         parts = [item for item, _ in items]
-        named = isinstance(value, tuple) and hasattr(value, "_fields")
         return (
-            type(value)(*parts) if named else type(value)(parts),
+            type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts),
             (type(value).__qualname__, tuple(key for _, key in items)),
         )
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.utils.checkpoint as checkpoints
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _force_original_view_tracking as force_view_replay
 
@@ -99,7 +100,7 @@ def capture_step(model: nn.Module, batch: Any, loss: Loss | None = None, *, grad
         fakes = [fake_like(t).requires_grad_(t.requires_grad) for t in tensors]
         _enter(tape, leaves, paths, fakes)
         faked = unflatten_batch(batch, fakes)
-        run = _Run(model, loss or _default_loss, leaves, recorder, provenance)
+        run = _Run(model, loss or default_loss, leaves, recorder, provenance)
         results = run.step(faked, grad=grad)
         if tape.mutated:
 
@@ -134,14 +135,31 @@ def capture_step(model: nn.Module, batch: Any, loss: Loss | None = None, *, grad
 
 @contextmanager
 def _plain_torch() -> Iterator[None]:
-    """Without what replaces the program's ops: compiled modules, and oneDNN's recurrent layers.
+    """Without what replaces the program's ops or hides them from autograd.
 
-    The latter are opaque, and their backward does not run on fake tensors.
+    That is compiled modules; oneDNN's recurrent layers, which are opaque and whose backward does
+    not run on fake tensors; and reentrant checkpoints, which cannot be differentiated by
+    ``autograd.grad`` and save no memory here: what to recompute is for the planner to decide.
     """
     compiler = sys.modules.get("torch._dynamo")
     eager = nullcontext() if compiler is None else torch.compiler.set_stance("force_eager")
-    with torch.backends.mkldnn.flags(enabled=False), eager:
-        yield
+    enabled, checkpointed = torch._C._get_mkldnn_enabled(), checkpoints.CheckpointFunction
+    torch._C._set_mkldnn_enabled(False)
+    checkpoints.CheckpointFunction = _NoCheckpoint  # type: ignore[misc, assignment]
+    try:
+        with eager:
+            yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+        checkpoints.CheckpointFunction = checkpointed  # type: ignore[misc]
+
+
+class _NoCheckpoint:
+    """In place of torch's reentrant checkpoint: the function's call, and nothing else."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        return function(*args)
 
 
 def capture_key(model: nn.Module, batch: Any, *, grad: bool) -> Hashable:
@@ -276,7 +294,7 @@ class _Run:
         return found
 
 
-def _default_loss(model: nn.Module, batch: Any) -> Any:
+def default_loss(model: nn.Module, batch: Any) -> Any:
     """The model's output if it is 0-d, else its ``loss``."""
     if isinstance(batch, Mapping):
         output = model(**batch)
