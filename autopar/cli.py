@@ -89,7 +89,7 @@ def plan(
     time_limit: Annotated[float, typer.Option(help="Seconds the search may take.")] = 120.0,
 ) -> None:
     """Search the fastest plan that fits in memory; needs no GPU and no process group."""
-    import autopar
+    from autopar.api import plan as search
     from autopar.inputs import load_cluster, load_subject, parse_hints
     from autopar.options import Options
     from autopar.plan.text import plan_view
@@ -103,7 +103,7 @@ def plan(
         out.print(f"note: {note}", markup=False)
     name = type(subject.model).__name__
     with busy(out, f"planning {name} for {where.num_devices} ranks of {where.name}"):
-        found = autopar.plan(
+        found = search(
             subject.model,
             where,
             subject.batch,

@@ -17,10 +17,9 @@ import torch
 from torch import nn
 
 from autopar import hint
+from autopar.cluster import Cluster
 from autopar.errors import AutoparError, ClusterError, HintError
 from autopar.hint import Hint
-from cost_models.cluster import Cluster
-from cost_models.errors import ClusterSpecError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,16 +180,13 @@ def load_cluster(name: str) -> Cluster:
     Raises:
         ClusterError: There is no such cluster.
     """
+    if name.endswith((".yaml", ".yml")) or Path(name).is_file():
+        return Cluster.from_file(name)
     kind, _, count = name.partition(":")
-    try:
-        if name.endswith((".yaml", ".yml")) or Path(name).is_file():
-            return Cluster.from_file(name)
-        if count and not (count.isdecimal() and int(count) > 0):
-            raise ClusterError(f"cannot use cluster {name!r}: {count!r} is no number of nodes")
-        number = int(count or 1)
-        return Cluster.local(number) if kind == "local" else Cluster.preset(kind, nodes=number)
-    except ClusterSpecError as error:
-        raise ClusterError(str(error)) from error
+    if count and not (count.isdecimal() and int(count) > 0):
+        raise ClusterError(f"cannot use cluster {name!r}: {count!r} is no number of nodes")
+    number = int(count or 1)
+    return Cluster.local(number) if kind == "local" else Cluster.preset(kind, nodes=number)
 
 
 DEGREES = tuple(item.name for item in fields(hint.Degrees))

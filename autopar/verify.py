@@ -15,11 +15,12 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 from torch import Tensor, nn
 
-import autopar
+from autopar.api import compile as compile_parallel
 from autopar.hint import Hint
 from autopar.inputs import Subject, load_cluster, load_subject, parse_hints
 from autopar.plan.text import add_row, table
 from autopar.plan.wording import fold_names
+from autopar.runtime.clip import clip_grad_norm_
 from autopar.spawn import Event, run_workers, work
 
 SIZE_FLOOR = 0.1
@@ -246,10 +247,11 @@ def _reference(subject: Subject, steps: int, tell: Callable[..., None]) -> Trace
     def step() -> Tensor:
         if subject.loss is None:
             found = _call(subject.model, subject.batch)
-            loss = found if isinstance(found, Tensor) else found.loss
+            found = found if isinstance(found, Tensor) else found.loss
         else:
-            loss = subject.loss(subject.model, subject.batch)
-        return loss[0] if isinstance(loss, tuple) else loss
+            found = subject.loss(subject.model, subject.batch)
+        loss: Tensor = found[0] if isinstance(found, tuple) else found
+        return loss
 
     parameters = [p for p in subject.model.parameters() if p.requires_grad]
     return train(
@@ -270,7 +272,7 @@ def _call(model: nn.Module, batch: Any) -> Any:
 def _parallel(
     subject: Subject, spec: Mapping[str, Any], hints: tuple[Hint, ...], tell: Callable[..., None]
 ) -> Trace:
-    parallel = autopar.compile(
+    parallel = compile_parallel(
         subject.model,
         load_cluster(spec["cluster"]),
         subject.batch,
@@ -281,11 +283,10 @@ def _parallel(
 
     def step() -> Tensor:
         result = parallel(subject.batch)
-        return result[0] if isinstance(result, tuple) else result
+        loss: Tensor = result[0] if isinstance(result, tuple) else result
+        return loss
 
-    return train(
-        step, parallel, lambda: autopar.clip_grad_norm_(parallel, 1.0), spec["steps"], tell
-    )
+    return train(step, parallel, lambda: clip_grad_norm_(parallel, 1.0), spec["steps"], tell)
 
 
 def main(folder: str) -> None:

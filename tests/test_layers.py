@@ -23,7 +23,7 @@ LAYERS = (
     ("autopar.options",),
     ("autopar.capture", "autopar.rules", "autopar.plan", "autopar.schedules"),
     ("autopar.ir",),
-    ("autopar.hint",),
+    ("autopar.hint", "autopar.cluster"),
     ("cost_models", "autopar.errors"),
 )
 """Packages and modules, highest first; those on one line do not import each other."""
