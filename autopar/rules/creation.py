@@ -18,9 +18,15 @@ def _free(node: Node, operands: tuple[TensorType, ...]) -> Rule:
 
 
 def _filled(node: Node, operands: tuple[TensorType, ...]) -> Rule:
+    """Zeros are also a sum of zeros: they may join partial values in a sum or a scatter."""
     factors = Factors()
     dims = factors.dims("d", node.outputs[0].shape)
-    return factors.rule((), (dims,), local_args=local_sizes(0))
+    zero = node.op == "aten.zeros.default" or (node.op == _FULL and node.args[1] == 0)
+    made = factors.rule((), (dims,), local_args=local_sizes(0))
+    return with_linear(made, node, operands, (frozenset(),) if zero else ())
+
+
+_FULL = "aten.full.default"
 
 
 def _new(linear: str) -> RuleMaker:

@@ -380,24 +380,108 @@ def _joined_sum(emit: Emitter, op: LocalOp, value: Ref, kind: TensorType, dim: i
     return emit.all_reduce(total, op.axes_on(0, dim))
 
 
+# Causal attention of a contiguous piece of the queries: query ``first + i`` reads the keys up to
+# its own place.
+
+
 def attention(emit: Emitter, op: LocalOp) -> None:
-    """Causal attention of a piece of the queries: the triangle becomes a mask."""
-    mask = op.values[3] if len(op.values) > 3 else None
-    hidden = _causal_mask(emit, op, 0, mask)
-    args = (*op.values[:3], hidden, False, op.node.args[5])
-    outs = (op.output_type(0), op.output_type(1))
-    for index, value in enumerate(emit.call_many(op.node.op, args, outs)):
+    """Two attentions without a mask where that is possible, one with a mask otherwise."""
+    if len(op.values) == 3 and _is_square(op, 0):
+        results: tuple[Ref, ...] = _attention_in_parts(emit, op)
+    else:
+        mask = _causal_mask(emit, op, 0, op.values[3] if len(op.values) > 3 else None)
+        args = (*op.values[:3], mask, False, op.node.args[5])
+        results = emit.call_many(op.node.op, args, (op.output_type(0), op.output_type(1)))
+    for index, value in enumerate(results):
         emit.result(value, index)
 
 
 def attention_backward(emit: Emitter, op: LocalOp) -> None:
-    """Its backward, with the same mask."""
-    mask = op.values[4] if len(op.values) > 6 else None
-    hidden = _causal_mask(emit, op, 1, mask)
-    args = (*op.values[:4], hidden, *op.values[-2:], False, op.node.args[8])
-    outs = tuple(op.output_type(i) for i in range(len(op.node.outputs)))
-    for index, value in enumerate(emit.call_many(op.node.op, args, outs)):
+    """The backward of `attention`, in the same parts."""
+    if len(op.values) == 6 and _is_square(op, 1):
+        results: tuple[Ref, ...] = _attention_backward_in_parts(emit, op)
+    else:
+        mask = _causal_mask(emit, op, 1, op.values[4] if len(op.values) > 6 else None)
+        args = (*op.values[:4], mask, *op.values[-2:], False, op.node.args[8])
+        outs = tuple(op.output_type(i) for i in range(len(op.node.outputs)))
+        results = emit.call_many(op.node.op, args, outs)
+    for index, value in enumerate(results):
         emit.result(value, index)
+
+
+def _is_square(op: LocalOp, query: int) -> bool:
+    """Whether queries and keys are at the same places."""
+    return op.operand_types[query].shape[2] == op.operand_types[query + 1].shape[2]
+
+
+def _attention_in_parts(emit: Emitter, op: LocalOp) -> tuple[Ref, Ref]:
+    """All keys before the piece, and the causal square of the piece, joined by log-sum-exp.
+
+    Kernels have both parts, and the keys behind the piece cost nothing.
+    """
+    first, rows = op.start(0, 2), op.operand_shape(0)[2]
+    outs = (op.output_type(0), op.output_type(1))
+    parts = []
+    for start, end, causal in _parts(first, rows):
+        keys, values = (_between(emit, op, i, start, end) for i in (1, 2))
+        args = (op.values[0], keys, values, None, causal, op.node.args[5])
+        parts.append(emit.call_many(op.node.op, args, outs))
+    if len(parts) == 1:
+        return parts[0][0], parts[0][1]
+    lse = emit.call("aten.logaddexp.default", (parts[0][1], parts[1][1]), outs[1])
+    high = TensorType(outs[0].shape, outs[1].dtype)
+    column = TensorType((*outs[1].shape, 1), outs[1].dtype)
+    terms = []
+    for out, own in parts:
+        away = emit.call("aten.sub.Tensor", (own, lse), outs[1])
+        share = emit.call("aten.exp.default", (away,), outs[1])
+        share = emit.call("aten.unsqueeze.default", (share, 3), column)
+        wide = cast(emit, out, outs[0], high.dtype)
+        terms.append(emit.call("aten.mul.Tensor", (wide, share), high))
+    total = emit.call("aten.add.Tensor", (terms[0], terms[1]), high)
+    return cast(emit, total, high, outs[0].dtype), lse
+
+
+def _attention_backward_in_parts(emit: Emitter, op: LocalOp) -> tuple[Ref, Ref, Ref]:
+    """Each part's backward from the joined output; keys behind the piece get zeros."""
+    first, rows = op.start(1, 2), op.operand_shape(1)[2]
+    outs = tuple(op.output_type(i) for i in range(3))
+    grad, q, out, lse = (op.values[i] for i in (0, 1, 4, 5))
+    parts = []
+    for start, end, causal in _parts(first, rows):
+        keys, values = (_between(emit, op, i, start, end) for i in (2, 3))
+        args = (grad, q, keys, values, None, out, lse, causal, op.node.args[8])
+        kinds = (outs[0], with_size(outs[1], 2, end - start), with_size(outs[2], 2, end - start))
+        parts.append(emit.call_many(op.node.op, args, kinds))
+    dq = parts[0][0]
+    if len(parts) == 2:
+        dq = emit.call("aten.add.Tensor", (dq, parts[1][0]), outs[0])
+    dk, dv = (_joined_rows(emit, [p[i] for p in parts], outs[i], first + rows) for i in (1, 2))
+    return dq, dk, dv
+
+
+def _parts(first: int, rows: int) -> list[tuple[int, int, bool]]:
+    """(start, end, causal) of the keys of each part."""
+    own = (first, first + rows, True)
+    return [(0, first, False), own] if first else [own]
+
+
+def _between(emit: Emitter, op: LocalOp, operand: int, start: int, end: int) -> Ref:
+    """Rows of keys or values."""
+    kind = with_size(op.operand_type(operand), 2, end - start)
+    return emit.call("aten.slice.Tensor", (op.values[operand], 2, start, end, 1), kind)
+
+
+def _joined_rows(emit: Emitter, parts: Sequence[Ref], out: TensorType, rows: int) -> Ref:
+    """Rows behind each other, and zeros behind them."""
+    kind = with_size(out, 2, rows)
+    value = parts[0]
+    if len(parts) > 1:
+        value = emit.call("aten.cat.default", (tuple(parts), 2), kind)
+    behind = out.shape[2] - rows
+    if behind:
+        value = emit.call("aten.constant_pad_nd.default", (value, (0, 0, 0, behind), 0), out)
+    return value
 
 
 def _causal_mask(emit: Emitter, op: LocalOp, query: int, mask: Ref | None) -> Ref:

@@ -51,7 +51,8 @@ class Rule:
         unrelated: (factor, output) pairs where the output does not depend on the factor, so it
             stays whole (a bias gradient under split input channels).
         linear: Sets of operands through which partial values may pass together; the other
-            operands are whole on that axis. Only sums pass.
+            operands are whole on that axis. Only sums pass. The empty set says that the op makes
+            zeros, which are partial as well.
         expand: Emits the local program where the strategy splits a factor in ``expand_on``;
             otherwise the node runs as captured, with local sizes.
         expand_on: Factors whose split needs ``expand``; if ``synced`` their outputs are complete.

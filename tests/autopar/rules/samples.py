@@ -923,7 +923,8 @@ _PLANES: dict[str, Sampler] = {
 
 def _attention(draw: Draw) -> tuple[list[Any], list[Any]]:
     b, h, r = draw.size(1, 2, 3), draw.size(1, 2, 4), draw.size(1, 2, 3)
-    s, t, d = draw.size(2, 3, 4, 6), draw.size(2, 4), draw.size(2, 3)
+    s, d = draw.size(2, 3, 4, 6), draw.size(2, 3)
+    t = draw.choice([s, 2, 4])
     e = draw.choice([d, 4])
     causal = draw.chance()
     q, k, v = draw.floats(b, h * r, s, d), draw.floats(b, h, t, d), draw.floats(b, h, t, e)
@@ -1140,7 +1141,7 @@ def _sized(draw: Draw) -> Sample:
 
 
 def _full(draw: Draw) -> Sample:
-    return Sample(list(draw.shape()), draw.choice([1.5, 2]))
+    return Sample(list(draw.shape()), draw.choice([1.5, 2, 0, 0.0]))
 
 
 def _new(draw: Draw, *rest: Any) -> Sample:

@@ -48,9 +48,7 @@ def test_overloads_are_named() -> None:
 
 
 def test_what_is_no_op_is_refused() -> None:
-    with pytest.raises(
-        RuleError, match=r"cannot register a rule for 'mylib\.op'"
-    ):
+    with pytest.raises(RuleError, match=r"cannot register a rule for 'mylib\.op'"):
         user_rule("mylib.op", "whole")
 
 
