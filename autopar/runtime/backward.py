@@ -9,12 +9,12 @@ cannot do exactly is refused:
 * ``backward`` twice on one loss, ``create_graph``, ``torch.autograd.grad`` and
   ``backward(inputs=...)`` through it;
 * gradient hooks of parameters (hooks after accumulation do run);
-* a `torch.amp.GradScaler`: the gradients were computed before it could scale the loss.
+* a `torch.amp.GradScaler`: the gradients were computed before it could scale the loss (refused at
+  its ``step``, by `optimizer`).
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -117,15 +117,3 @@ def deposit(targets: Sequence[nn.Parameter], gradients: list[Tensor], incoming: 
             parameter.grad = old + wrap_like(parameter, gradient)
     if sums:
         torch._foreach_add_(sums, terms)
-
-
-def called_by_scaler() -> bool:
-    """Whether a `torch.amp.GradScaler` is stepping an optimizer right now."""
-    frame = sys._getframe(1)
-    for _ in range(12):
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-        if isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):
-            return True
-    return False

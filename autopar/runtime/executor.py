@@ -16,6 +16,7 @@ from autopar.errors import AutoparError, BatchError, UnsupportedError
 from autopar.plan.records import Plan
 from autopar.runtime.backward import Token, attach
 from autopar.runtime.groups import MeshGroups, Session
+from autopar.runtime.optimizer import watch_optimizers
 from autopar.runtime.params import ModelState, load_value
 from autopar.runtime.sampler import Deal, GlobalBatchSampler
 from autopar.runtime.shell import build_shells, fill_shells
@@ -24,7 +25,8 @@ from autopar.runtime.step import Results, Step, StepSource
 MAX_STEPS = 16
 """Compiled steps that are kept; the oldest goes first."""
 
-_EXTRA = "_extra_state"
+EXTRA_STATE = "_extra_state"
+"""Where nn.Module puts the step count in a state dict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +114,21 @@ class ParallelModule(nn.Module):
             anchor=torch.zeros((), device=session.device, requires_grad=True),
         )
 
-    def adopt(self, plan: Plan, groups: MeshGroups, state: ModelState) -> None:
-        """Take the plan, the groups of its mesh and this rank's parameters and buffers."""
+    def adopt(
+        self,
+        plan: Plan,
+        groups: MeshGroups,
+        state: ModelState,
+        state_bytes_per_element: float | None = None,
+    ) -> None:
+        """Take the plan and what it runs on.
+
+        Args:
+            plan: The plan.
+            groups: Groups of its mesh.
+            state: This rank's parameters and buffers.
+            state_bytes_per_element: Optimizer state the plan counted on, to check the real one.
+        """
         own = self._autopar
         own.plan, own.groups, own.state = plan, groups, state
         fill_shells(own.shells, state)
@@ -121,6 +136,7 @@ class ParallelModule(nn.Module):
         for name, parameter in state.parameters.items():
             first.setdefault(id(parameter), name)
         own.distinct = {name: state.parameters[name] for name in first.values()}
+        watch_optimizers(self, own.distinct.values(), state_bytes_per_element)
 
     @property
     def plan(self) -> Plan:
@@ -265,8 +281,8 @@ class ParallelModule(nn.Module):
                 "cannot assign a state: the optimizer holds the parameters; use assign=False"
             )
         own = self.state_dict(keep_vars=True)
-        own.pop(_EXTRA)
-        given = {name: value for name, value in state_dict.items() if name != _EXTRA}
+        own.pop(EXTRA_STATE)
+        given = {name: value for name, value in state_dict.items() if name != EXTRA_STATE}
         given_ids = {id(own[name]) for name in given if name in own}
         missing = [name for name, value in own.items() if id(value) not in given_ids]
         unexpected = [name for name in given if name not in own]
@@ -278,8 +294,8 @@ class ParallelModule(nn.Module):
         for name, value in given.items():
             if name in own:
                 load_value(name, own[name], value)
-        if _EXTRA in state_dict:
-            self.set_extra_state(state_dict[_EXTRA])
+        if EXTRA_STATE in state_dict:
+            self.set_extra_state(state_dict[EXTRA_STATE])
         return nn.modules.module._IncompatibleKeys(missing, unexpected)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelModule:

@@ -173,7 +173,7 @@ def parallel_linear(
                 coordinates=coordinates,
                 device=session.device,
             )
-            parallel.adopt(plan, groups, state)
+            parallel.adopt(plan, groups, state, state_bytes_per_element=8.0)
         return StepSource(
             program=data_parallel(mesh, coordinates, stored, request.grad),
             plan=plan,

@@ -1,0 +1,102 @@
+"""Watches the optimizers that step a compiled model's parameters."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from autopar.errors import UnsupportedError
+
+MIN_DIFFERENCE = 0.01
+"""Part of the predicted state bytes below which a difference is not worth a warning: AdamW also
+keeps a step count of 4 bytes for every parameter."""
+
+
+def watch_optimizers(
+    owner: object, parameters: Iterable[nn.Parameter], state_bytes_per_element: float | None
+) -> None:
+    """Check every optimizer of these parameters while ``owner`` lives.
+
+    A step under a `torch.amp.GradScaler` is refused; after an optimizer's first step, state that
+    takes other bytes than the plan counted on is a warning.
+
+    Args:
+        owner: Object whose end ends the watch.
+        parameters: DTensors.
+        state_bytes_per_element: What the plan counted on; None to check no bytes.
+    """
+    watch = _Watch(parameters, state_bytes_per_element)
+    for handle in (
+        register_optimizer_step_pre_hook(watch.before),
+        register_optimizer_step_post_hook(watch.after),
+    ):
+        weakref.finalize(owner, handle.remove)
+
+
+class _Watch:
+    def __init__(self, parameters: Iterable[nn.Parameter], expected: float | None) -> None:
+        self._ids = {id(parameter) for parameter in parameters}
+        self._expected = expected
+        self._checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+    def before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._owns(optimizer) and _called_by_scaler():
+            raise UnsupportedError(
+                "cannot step under torch.amp.GradScaler: the gradients were computed with the "
+                "loss, before it could be scaled; train in bf16 or fp32, without a scaler"
+            )
+
+    def after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._expected is None or optimizer in self._checked or not self._owns(optimizer):
+            return
+        self._checked.add(optimizer)
+        stepped = [p for p in _parameters(optimizer) if id(p) in self._ids and p.grad is not None]
+        expected = self._expected * sum(_local(p).numel() for p in stepped)
+        found = sum(
+            _local(value).numel() * value.element_size()
+            for parameter in stepped
+            for value in optimizer.state[parameter].values()
+            if isinstance(value, Tensor) and value.ndim
+        )
+        if abs(found - expected) > MIN_DIFFERENCE * max(expected, 1.0):
+            warnings.warn(
+                f"the state of {type(optimizer).__name__} takes {found:,} bytes on this rank where "
+                f"the plan counted on {expected:,.0f}; pass optimizer= to autopar.compile, so that "
+                "the plan fits the memory",
+                stacklevel=2,
+            )
+
+    def _owns(self, optimizer: torch.optim.Optimizer) -> bool:
+        return any(id(parameter) in self._ids for parameter in _parameters(optimizer)[:1])
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _called_by_scaler() -> bool:
+    """Whether a GradScaler is stepping an optimizer right now; torch passes no word of it."""
+    frame = sys._getframe(1)
+    for _ in range(12):
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+        if isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):
+            return True
+    return False
