@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,21 +175,25 @@ def is_legal(shape: Sequence[int], sharding: Sharding, mesh: Mesh, *, empty: boo
 
     Every element must lie on some rank; ``empty`` allows ranks without elements.
     """
-    for split in sharding:
-        if type(split) is Split and not 0 <= split.dim < len(shape):
-            return False
-    for dim, size in enumerate(shape):
-        splits = dim_splits(sharding, dim)
-        if not splits:
-            continue
-        pieces = dim_atoms(size, splits)
+    return _is_legal(tuple(shape), sharding, mesh.sizes, empty)
+
+
+@lru_cache(maxsize=1 << 18)
+def _is_legal(
+    shape: tuple[int, ...], sharding: Sharding, sizes: tuple[int, ...], empty: bool
+) -> bool:
+    dims = [axis.dim for axis in sharding if type(axis) is Split]
+    if any(not 0 <= dim < len(shape) for dim in dims):
+        return False
+    for dim in set(dims):
+        pieces = dim_atoms(shape[dim], dim_splits(sharding, dim))
         if pieces is None:
             return False
         for atom in pieces:
             if atom.axis is None:
                 continue
-            ranks = mesh.sizes[atom.axis]
-            if atom.chunk * ranks < atom.size or atom.chunk != -(-atom.size // ranks):
+            ranks = sizes[atom.axis]
+            if atom.chunk != -(-atom.size // ranks):
                 return False
             if not empty and atom.local(ranks - 1) == 0:
                 return False
@@ -246,5 +251,13 @@ def is_even(shape: Sequence[int], sharding: Sharding, mesh: Mesh) -> bool:
 
 
 def max_local_elements(shape: Sequence[int], sharding: Sharding) -> int:
-    """Elements on the rank that holds most (the rank with all coordinates 0)."""
-    return math.prod(local_shape(shape, sharding, (0,) * len(sharding)))
+    """Elements on the rank that holds most (the rank with all coordinates 0).
+
+    That rank holds a full chunk of every split, so each leaves ``outer * block`` of its dim.
+    """
+    whole_elements, kept, of = math.prod(shape), 1, 1
+    for axis in sharding:
+        if type(axis) is Split:
+            kept *= axis.outer * axis.block
+            of *= shape[axis.dim]
+    return whole_elements * kept // of if of else 0

@@ -1,0 +1,114 @@
+"""Small models that tests share: built alike in every process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+Built = tuple[nn.Module, Any, Callable[[Any, Any], Any]]
+
+
+class Mlp(nn.Module):
+    """Two hidden layers, a shared scale, a normalisation."""
+
+    def __init__(self, width: int = 16, hidden: int = 32) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, hidden)
+        self.norm = nn.LayerNorm(hidden)
+        self.mid = nn.Linear(hidden, hidden, bias=False)
+        self.down = nn.Linear(hidden, width)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.nn.functional.gelu(self.up(x))
+        h = h + self.scale * torch.tanh(self.mid(self.norm(h)))
+        return self.down(h)
+
+
+def mlp_loss(model: Any, batch: Any) -> torch.Tensor:
+    return torch.nn.functional.mse_loss(model(batch["x"]), batch["y"])
+
+
+def mlp(batch_size: int = 8) -> Built:
+    torch.manual_seed(3)
+    model = Mlp()
+    return model, {"x": torch.randn(batch_size, 16), "y": torch.randn(batch_size, 16)}, mlp_loss
+
+
+def output_loss(model: Any, batch: Any) -> torch.Tensor:
+    return model(**batch).loss  # type: ignore[no-any-return]
+
+
+def llama(layers: int = 2) -> Built:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(5)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        initializer_range=0.2,
+        use_cache=False,
+    )
+    model = LlamaForCausalLM(config).train()
+    ids = torch.randint(0, 64, (4, 8))
+    return model, {"input_ids": ids, "labels": ids}, output_loss
+
+
+def gpt2(layers: int = 2) -> Built:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(6)
+    config = GPT2Config(
+        vocab_size=48,
+        n_positions=16,
+        n_embd=24,
+        n_layer=layers,
+        n_head=4,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+        initializer_range=0.2,
+        use_cache=False,
+        loss_type="ForCausalLMLoss",
+    )
+    model = GPT2LMHeadModel(config).train()
+    ids = torch.randint(1, 48, (4, 10))
+    labels = ids.clone()
+    labels[1, 6:] = -100
+    return model, {"input_ids": ids, "labels": labels}, output_loss
+
+
+def bert(layers: int = 2) -> Built:
+    from transformers import BertConfig, BertForMaskedLM
+
+    torch.manual_seed(7)
+    config = BertConfig(
+        vocab_size=40,
+        hidden_size=24,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        intermediate_size=48,
+        max_position_embeddings=16,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        initializer_range=0.2,
+    )
+    model = BertForMaskedLM(config).train()
+    ids = torch.randint(0, 40, (4, 8))
+    mask = torch.ones_like(ids)
+    mask[2, 5:] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    return model, {"input_ids": ids, "attention_mask": mask, "labels": labels}, output_loss
+
+
+MODELS: dict[str, Callable[[], Built]] = {"mlp": mlp, "llama": llama, "gpt2": gpt2, "bert": bert}
