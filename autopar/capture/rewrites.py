@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autopar.capture.arguments import Refs, argument, as_int, as_ref, as_tuple, operand_type
+from autopar.capture.algebra import added, both, narrowed, power, scaled, sum_
+from autopar.capture.arguments import Refs, as_ref, operand_type
 from autopar.capture.fills import arange, copy, factory, filled, masked_fill
 from autopar.capture.indexing import as_strided, as_strided_scatter, index
 from autopar.capture.simplify import Builder, Draft, Rewrite
 from autopar.capture.views import (
-    cast_like,
     cat,
     expand,
     permute,
     positive_dims,
     repeat,
-    reshape,
     select,
     slice_,
     slice_backward,
@@ -28,7 +27,7 @@ from autopar.capture.views import (
     unbind,
     view,
 )
-from autopar.ir.graph import Const, Ref, TensorType
+from autopar.ir.graph import Const
 
 
 def _same(builder: Builder, draft: Draft) -> Refs:
@@ -46,24 +45,6 @@ def to_copy(builder: Builder, draft: Draft) -> Refs:
     return None
 
 
-def sum_(builder: Builder, draft: Draft) -> Refs:
-    """The dims are written out, sorted and not negative."""
-    shape = operand_type(builder, draft).shape
-    rank = len(shape)
-    dims = None if draft.op == "aten.sum.default" else argument(draft, 1, "dim")
-    keep = draft.op != "aten.sum.default" and bool(argument(draft, 2, "keepdim", False))
-    summed = tuple(sorted(as_int(d) % max(rank, 1) for d in as_tuple(dims))) if dims else ()
-    summed = summed if rank and summed else tuple(range(rank))
-    if all(shape[d] == 1 for d in summed):
-        value = cast_like(
-            builder, draft, as_ref(draft.args[0]), TensorType(shape, draft.outputs[0].dtype)
-        )
-        return (reshape(builder, draft, value, draft.outputs[0].shape),)
-    draft.op, draft.args = "aten.sum.dim_IntList", (draft.args[0], summed, keep)
-    draft.kwargs = tuple(item for item in draft.kwargs if item[0] == "dtype")
-    return None
-
-
 def renamed(op: str) -> Rewrite:
     """The same op under its usual name."""
 
@@ -72,44 +53,6 @@ def renamed(op: str) -> Rewrite:
         return builder.emit(draft)
 
     return rewrite
-
-
-def power(builder: Builder, draft: Draft) -> Refs:
-    """``x ** 1`` is x."""
-    exponent = draft.args[1]
-    same = operand_type(builder, draft) == draft.outputs[0]
-    return (as_ref(draft.args[0]),) if exponent == 1 and same else None
-
-
-def scaled(builder: Builder, draft: Draft) -> Refs:
-    """``x * 1`` and ``x / 1`` are x, where that changes neither dtype nor shape."""
-    draft.op = draft.op.replace(".Scalar", ".Tensor")
-    number = draft.args[1]
-    if isinstance(number, Ref) or isinstance(draft.args[0], (int, float)):
-        return None
-    same = operand_type(builder, draft) == draft.outputs[0]
-    return (as_ref(draft.args[0]),) if number == 1 and same else None
-
-
-def both(builder: Builder, draft: Draft) -> Refs:
-    """``True and x`` is x."""
-    a, b = (as_ref(arg) for arg in draft.args)
-    for value, other in ((a, b), (b, a)):
-        maker = builder.maker(value)
-        true = maker.op == "aten.full.default" and maker.args[1] is True
-        if true and builder.type_of(other).dtype == "bool":
-            return (cast_like(builder, draft, other, draft.outputs[0]),)
-    return None
-
-
-def added(builder: Builder, draft: Draft) -> Refs:
-    """``x + 0`` and ``x - 0`` are x, where that changes neither dtype nor shape."""
-    draft.op = draft.op.replace(".Scalar", ".Tensor")
-    same = isinstance(draft.args[0], Ref) and operand_type(builder, draft) == draft.outputs[0]
-    number = draft.args[1]
-    return (
-        (as_ref(draft.args[0]),) if same and type(number) in (int, float) and number == 0 else None
-    )
 
 
 _DIM_SECOND = (
@@ -218,6 +161,7 @@ REWRITES: Mapping[str, Rewrite] = {
     "aten.mul.Tensor": scaled,
     "aten.div.Scalar": scaled,
     "aten.div.Tensor": scaled,
+    "aten.neg.default": narrowed,
     "aten.pow.Tensor_Scalar": power,
     "aten.bitwise_and.Tensor": both,
     "aten.logical_and.default": both,

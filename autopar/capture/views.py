@@ -21,8 +21,18 @@ def reshape(builder: Builder, draft: Draft, value: Ref, shape: tuple[int, ...]) 
     if known.shape == shape:
         return value
     output = TensorType(shape, known.dtype)
+    if maker.op == "aten.sum.dim_IntList" and _summed_shape(builder, maker) == shape:
+        args = (*maker.args[:2], False)
+        kept = Draft(maker.op, args, maker.kwargs, (output,), maker.phase, maker.source)
+        return builder.keep(kept)[0]
     made = Draft("aten.view.default", (value, shape), (), (output,), draft.phase, draft.source)
     return builder.keep(made)[0]
+
+
+def _summed_shape(builder: Builder, maker: Draft) -> tuple[int, ...]:
+    """Shape of a sum if it did not keep the dims it sums."""
+    shape = operand_type(builder, maker).shape
+    return tuple(n for d, n in enumerate(shape) if d not in as_tuple(maker.args[1]))
 
 
 def permute(builder: Builder, draft: Draft) -> Refs:

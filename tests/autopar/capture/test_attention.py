@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -62,10 +61,10 @@ SHAPES: dict[str, dict[str, int]] = {
 
 
 @pytest.fixture(params=["fused", "by definition"])
-def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "by definition":
         monkeypatch.setattr(kernels, "_cpu_flash", lambda *args: False)
-    yield
+    return
 
 
 @pytest.mark.usefixtures("_kernel")

@@ -28,7 +28,7 @@ def test_arguments_become_torch_arguments() -> None:
 
 
 def test_an_unknown_op_is_named() -> None:
-    with pytest.raises(CaptureError, match="nowhere.nothing.default"):
+    with pytest.raises(CaptureError, match=r"nowhere\.nothing\.default"):
         overload("nowhere.nothing.default")
 
 

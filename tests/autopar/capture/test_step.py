@@ -385,6 +385,23 @@ def test_views_of_views_are_one() -> None:
     assert (3, 8, 8) not in shapes and (1, 3, 8, 8) not in shapes
 
 
+def test_gradients_of_neighbouring_slices_are_joined() -> None:
+    captured = equal(lambda h: torch.cat((-h[..., 5:], h[..., 2:5].exp(), h[..., :2]), -1))
+    ops = ops_of(captured)
+    assert "aten.slice_backward.default" not in ops and ops.count("aten.cat.default") == 3
+    partly = equal(lambda h: h[:, :2].exp() + h[:, 2:4].sin())
+    assert ops_of(partly).count("aten.slice_backward.default") == 1
+
+
+def test_gradients_of_sums_are_not_expanded_before_arithmetic() -> None:
+    captured = equal(lambda h: h * (h.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt())
+    assert "aten.expand.default" not in ops_of(captured)
+    whole = [n for n in captured.graph.nodes if n.outputs[0].shape == (4, 6, 8)]
+    assert not [n for n in whole if n.op == "aten.div.Tensor"]
+    doubled = [n for n in whole if n.op == "aten.mul.Tensor" and 2.0 in n.args]
+    assert len(doubled) == 1  # the loss's own square
+
+
 def test_backward_nodes_have_their_forwards_source() -> None:
     graph = capture_equals_eager(mlp(), labelled(), classify).graph
     products = {(n.source.module, n.phase) for n in graph.nodes if n.op == "aten.mm.default"}
@@ -466,7 +483,7 @@ def test_dropout_is_refused_by_name_unless_it_drops_nothing() -> None:
 
 
 def test_dropout_in_attention_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match="attention with dropout 0.5 in the model"):
+    with pytest.raises(UnsupportedError, match=r"attention with dropout 0\.5 in the model"):
         equal(lambda h: F.scaled_dot_product_attention(h, h, h, dropout_p=0.5))
 
 
@@ -493,7 +510,7 @@ def test_writes_that_would_be_lost_are_refused_by_name() -> None:
         model.linear.weight.data.mul_(0.9)
         return square(model, x)
 
-    with pytest.raises(CaptureError, match="write to parameter 'linear.weight'"):
+    with pytest.raises(CaptureError, match=r"write to parameter 'linear\.weight'"):
         capture_step(Program(lambda h: h), torch.randn(3, 8), write, grad=True)
 
 
