@@ -103,11 +103,21 @@ def replaced(sharding: Sharding, axis: int, new: AxisSharding) -> Sharding:
     return sharding[:axis] + (new,) + sharding[axis + 1 :]
 
 
-def step_s(kind: TensorType, step: Step, collective_s: CollectiveSeconds) -> float:
-    """Seconds of a step; a slice is free."""
+def step_s(kind: TensorType, step: Step, mesh: Mesh, collective_s: CollectiveSeconds) -> float:
+    """Seconds of a step in all microbatches; a slice is free, and so is accumulating."""
     if step.kind == SLICE:
         return 0.0
-    return collective_s(step.kind, step_bytes(kind, step), step.axis)
+    if step.axis == mesh.time_axis:
+        return 0.0 if step.kind == ALL_REDUCE else float("inf")
+    return collective_s(step.kind, step_bytes(kind, step), step.axis) * repeats(mesh, step.before)
+
+
+def repeats(mesh: Mesh, *shardings: Sharding) -> int:
+    """How often a step runs what works on values of these shardings."""
+    axis = mesh.time_axis
+    if axis is None or all(sharding[axis] == WHOLE for sharding in shardings):
+        return 1
+    return mesh.sizes[axis]
 
 
 def steps_towards(
@@ -151,7 +161,9 @@ def cheapest_path(
                 now = came[now].before
             return tuple(reversed(path))
         for step in sorted(steps_towards(kind, now, target, mesh), key=lambda s: (s.axis, s.kind)):
-            cost = (seconds + step_s(kind, step, collective_s), hops + 1)
+            cost = (seconds + step_s(kind, step, mesh, collective_s), hops + 1)
+            if cost[0] == float("inf"):
+                continue
             if step.after not in best or cost < best[step.after]:
                 best[step.after] = cost
                 came[step.after] = step

@@ -20,9 +20,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 
+TIME = "time"
+"""Name of the time axis: its size is the number of microbatches, its coordinate the microbatch."""
+
+
 @dataclass(frozen=True, slots=True)
 class Mesh:
     """A named grid of ranks, row-major: the last axis varies fastest.
+
+    The last axis may be the time axis: the same ranks run its coordinates one after the other, so
+    a value split over it is there a microbatch at a time, one partial over it is accumulated, and
+    one whole over it serves all microbatches.
 
     Attributes:
         names: Axis names, outermost first.
@@ -44,12 +52,41 @@ class Mesh:
             object.__setattr__(self, "roles", ("",) * len(self.names))
 
     @property
+    def time_axis(self) -> int | None:
+        """Index of the time axis, None if there is one microbatch."""
+        return len(self.names) - 1 if self.names and self.names[-1] == TIME else None
+
+    @property
+    def microbatches(self) -> int:
+        return 1 if self.time_axis is None else self.sizes[-1]
+
+    @property
+    def space(self) -> Mesh:
+        """The mesh of ranks, without the time axis."""
+        if self.time_axis is None:
+            return self
+        return Mesh(self.names[:-1], self.sizes[:-1], self.levels[:-1], self.roles[:-1])
+
+    def with_time(self, microbatches: int) -> Mesh:
+        """The mesh of ranks with a time axis behind it, if there are several microbatches."""
+        space = self.space
+        if microbatches == 1:
+            return space
+        return Mesh(
+            (*space.names, TIME),
+            (*space.sizes, microbatches),
+            (*space.levels, 0),
+            (*space.roles, TIME),
+        )
+
+    @property
     def num_ranks(self) -> int:
-        return math.prod(self.sizes)
+        return math.prod(self.space.sizes) if self.time_axis is not None else math.prod(self.sizes)
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
+        """Coordinates of a rank on the axes of ranks (the time axis left out)."""
         found = []
-        for size in reversed(self.sizes):
+        for size in reversed(self.space.sizes):
             found.append(rank % size)
             rank //= size
         return tuple(reversed(found))

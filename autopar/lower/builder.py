@@ -16,8 +16,11 @@ from autopar.lower.program import (
     ALL_REDUCE,
     ALL_TO_ALL,
     REDUCE_SCATTER,
+    ACCUMULATE,
+    MICROBATCH,
     WAIT,
     Instruction,
+    Section,
 )
 
 VIEW_OPS = frozenset(
@@ -63,6 +66,8 @@ class Builder:
         self.types: dict[Ref, TensorType] = {}
         self.origin = ""
         self.phase = Phase.FORWARD
+        self.section = Section.FORWARD
+        self.sections: dict[Ref, Section] = {}
         self.purpose = "activations"
         self.flops = 0
         self._instructions: list[Instruction] = []
@@ -76,6 +81,7 @@ class Builder:
     def add_input(self, name: str, kind: TensorType) -> Ref:
         ref = Ref(self._name(name))
         self.types[ref] = kind
+        self.sections[ref] = Section.PROLOGUE
         return ref
 
     def call(
@@ -108,15 +114,18 @@ class Builder:
                 view=op in VIEW_OPS,
                 flops=flops,
                 purpose=self.purpose,
+                section=self.section,
             )
         )
         refs = tuple(Ref(name, index) for index in range(len(outs)))
         self.types.update(zip(refs, outs, strict=True))
+        self.sections.update(dict.fromkeys(refs, self.section))
         return refs
 
     def all_reduce(self, value: Ref, axes: Sequence[int], reduce: str = "sum") -> Ref:
         """Join a value over mesh axes, one after the other."""
         for axis in axes:
+            assert axis != self.mesh.time_axis
             if self.mesh.sizes[axis] > 1:
                 value = self._collective(ALL_REDUCE, (value, axis, reduce), self.types[value])
         return value
@@ -136,6 +145,16 @@ class Builder:
     def all_to_all(self, value: Ref, axis: int) -> Ref:
         """Piece j of dim 0 goes to coordinate j."""
         return self._collective(ALL_TO_ALL, (value, axis), self.types[value])
+
+    def microbatch(self, rows: Ref, chunk: int, own: int) -> Ref:
+        """This microbatch's rows of dim 1, ``own`` of them, of a value of the prologue."""
+        kind = self.types[rows]
+        out = TensorType((kind.shape[0], own, *kind.shape[2:]), kind.dtype)
+        return self.call(MICROBATCH, (rows, chunk, own), out)
+
+    def accumulate(self, value: Ref, reduce: str) -> Ref:
+        """What the loop made of a value, joined over the microbatches."""
+        return self.call(ACCUMULATE, (value, reduce), self.types[value])
 
     def result(self, value: Ref, index: int = 0) -> None:
         """Say that ``value`` is output ``index`` of the node being lowered."""

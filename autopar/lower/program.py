@@ -14,6 +14,11 @@ op                          args                     result
 ``autopar.wait``            value                    same; the result may be read from here on
 ==========================  =======================  ============================================
 
+A program of several microbatches has sections (`Section`): the loop ones run once a microbatch. Two
+more ops join them: ``autopar.microbatch`` (value, chunk) reads rows ``m * chunk`` and on of dim 1 of
+a value of the prologue, m being the microbatch that runs; ``autopar.accumulate`` (value, reduce), in
+the epilogue, joins what the loop made of the value in every microbatch.
+
 ``axis`` is the index of a mesh axis; sizes are equal on all ranks (lowering pads). The result of
 the first four may be read only behind its ``autopar.wait``.
 """
@@ -23,6 +28,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import cached_property
 
 from autopar.ir.graph import Arg, Phase, Ref, TensorType, refs_in
@@ -33,7 +39,21 @@ ALL_GATHER = "autopar.all_gather"
 REDUCE_SCATTER = "autopar.reduce_scatter"
 ALL_TO_ALL = "autopar.all_to_all"
 WAIT = "autopar.wait"
+MICROBATCH = "autopar.microbatch"
+ACCUMULATE = "autopar.accumulate"
 COLLECTIVES = frozenset({ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL})
+
+
+class Section(StrEnum):
+    """When an instruction runs: once before the loop, in each microbatch, once behind it."""
+
+    PROLOGUE = "prologue"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    EPILOGUE = "epilogue"
+
+
+LOOP = (Section.FORWARD, Section.BACKWARD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +71,7 @@ class Instruction:
         view: The result shares the storage of its first operand.
         flops: Floating-point operations on this rank.
         purpose: For collectives: ``parameters``, ``gradients`` or ``activations``.
+        section: When it runs, in a program of several microbatches.
     """
 
     name: str
@@ -63,6 +84,7 @@ class Instruction:
     view: bool = False
     flops: int = 0
     purpose: str = ""
+    section: Section = Section.FORWARD
 
     @property
     def operands(self) -> tuple[Ref, ...]:
@@ -97,13 +119,16 @@ class Program:
     """All that one rank runs in a step (or in an evaluation).
 
     Attributes:
-        mesh: The mesh; ``coordinates`` of the rank on it.
+        mesh: The mesh of ranks; ``coordinates`` of the rank on it.
         inputs: What enters, in order.
         instructions: In order.
         loss: The loss, whole on every rank; None if there is none.
         aux: Further results by name, whole on every rank.
         gradients: Parameter name to the rank's piece of its gradient, in its stored sharding.
         mutations: Buffer name to its new value, whole on every rank.
+        microbatches: How often the loop sections run.
+        microbatch: The microbatch whose sizes the loop sections have; others of the same size run
+            the same instructions.
     """
 
     mesh: Mesh
@@ -114,6 +139,8 @@ class Program:
     aux: tuple[tuple[str, Ref], ...] = ()
     gradients: Mapping[str, Ref] = field(default_factory=dict)
     mutations: Mapping[str, Ref] = field(default_factory=dict)
+    microbatches: int = 1
+    microbatch: int = 0
 
     @property
     def results(self) -> tuple[Ref, ...]:

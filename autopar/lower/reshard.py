@@ -35,6 +35,8 @@ def emit_step(build: Builder, value: Ref, kind: TensorType, step: Step) -> Ref:
     """
     if build.mesh.sizes[step.axis] == 1:
         return value
+    if step.axis == build.mesh.time_axis:
+        assert step.kind in (steps.SLICE, steps.ALL_REDUCE), step
     emit = {
         steps.SLICE: _slice,
         steps.ALL_GATHER: _all_gather,
@@ -71,6 +73,8 @@ def _slice(build: Builder, value: Ref, kind: TensorType, step: Step) -> Ref:
     coordinate = build.coordinates[step.axis]
     rows = build.reshape(value, (before, atom.size, after))
     own = atom.local(coordinate)
+    if step.axis == build.mesh.time_axis:
+        return build.microbatch(rows, atom.chunk, own)
     start = min(coordinate * atom.chunk, atom.size)
     return build.narrow(rows, 1, start, own)
 
@@ -93,6 +97,8 @@ def _all_gather(build: Builder, value: Ref, kind: TensorType, step: Step) -> Ref
 def _all_reduce(build: Builder, value: Ref, kind: TensorType, step: Step) -> Ref:
     old = step.before[step.axis]
     assert isinstance(old, Partial)
+    if step.axis == build.mesh.time_axis:
+        return build.accumulate(value, old.reduce)
     return build.all_reduce(value, (step.axis,), old.reduce)
 
 

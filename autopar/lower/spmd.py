@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.cost.node import work_share
-from autopar.cost.reshard import CollectiveSeconds, cheapest_path
+from autopar.cost.reshard import CollectiveSeconds, Step, cheapest_path
+from autopar.errors import UnsupportedError
 from autopar.ir.alias import Alias, resolve_aliases, through
 from autopar.ir.graph import (
     INPUT,
@@ -23,9 +24,9 @@ from autopar.ir.graph import (
     Ref,
     TensorType,
 )
-from autopar.ir.sharding import Sharding, Split, local_shape, whole
+from autopar.ir.sharding import WHOLE, Partial, Sharding, Split, local_shape, whole
 from autopar.lower.builder import Builder
-from autopar.lower.program import Program, ProgramInput
+from autopar.lower.program import LOOP, Program, ProgramInput, Section
 from autopar.lower.reshard import emit_step
 from autopar.plan.records import NodePlan, StagePlan
 from autopar.rules.local import LocalOp
@@ -72,6 +73,10 @@ def is_view(node: Node, rules: Mapping[str, Rule]) -> bool:
     return node.op not in SOURCE_OPS and rules[node.name].alias
 
 
+_Place = tuple[Section, Sharding]
+"""When a piece of a value is made, and its sharding."""
+
+
 @dataclass(kw_only=True)
 class _Lowering:
     """Working state of one call of `lower`."""
@@ -84,9 +89,9 @@ class _Lowering:
     aliases: Mapping[Ref, Alias]
     plans: Mapping[str, NodePlan]
     stored: Mapping[str, Sharding]
-    there: dict[Ref, dict[Sharding, Ref]] = field(default_factory=dict)
-    views: dict[tuple[Ref, Sharding], Ref] = field(default_factory=dict)
-    persistent: dict[Ref, Sharding] = field(default_factory=dict)
+    there: dict[Ref, dict[_Place, Ref]] = field(default_factory=dict)
+    views: dict[tuple[Ref, _Place], Ref] = field(default_factory=dict)
+    stored_at: dict[Ref, Sharding] = field(default_factory=dict)
     inputs: list[ProgramInput] = field(default_factory=list)
     purposes: dict[Ref, str] = field(default_factory=dict)
 
@@ -94,43 +99,83 @@ class _Lowering:
         gradients = {self._root(ref).root for ref in self.graph.gradients.values()}
         self.purposes.update(dict.fromkeys(gradients, "gradients"))
         for node in self.graph.nodes:
-            self._enter_phase(node.phase)
+            if node.phase is not self.build.phase:
+                self._keep()
+                self.build.phase = node.phase
             if node.op in SOURCE_OPS:
                 self._source(node)
             elif Ref(node.name) not in self.aliases:
                 self._node(node)
         everything = whole(self.stage.mesh)
-        self.build.origin = "results"
-        loss = None if self.graph.loss is None else self._need(self.graph.loss, everything)
-        aux = tuple((name, self._need(ref, everything)) for name, ref in self.graph.aux)
+        self._enter("results", Section.EPILOGUE)
+        loss = None if self.graph.loss is None else self._result(self.graph.loss, everything)
+        aux = tuple((name, self._result(ref, everything)) for name, ref in self.graph.aux)
         gradients_out = {}
         for name, ref in self.graph.gradients.items():
-            self.build.origin = name
-            gradients_out[name] = self._need(ref, self.stored[name])
+            self._enter(name, Section.EPILOGUE)
+            gradients_out[name] = self._result(ref, self.stored[name])
+        self._enter("buffers", Section.EPILOGUE)
         mutations = {
-            name: self._need(ref, everything) for name, ref in self.graph.mutations.items()
+            name: self._result(ref, everything) for name, ref in self.graph.mutations.items()
         }
+        space = self.stage.mesh.space
+        num_axes = len(space.sizes)
         return Program(
-            mesh=self.stage.mesh,
-            coordinates=self.build.coordinates,
+            mesh=space,
+            coordinates=self.build.coordinates[:num_axes],
             inputs=tuple(self.inputs),
             instructions=self.build.instructions,
             loss=loss,
             aux=aux,
             gradients=gradients_out,
             mutations=mutations,
+            microbatches=self.stage.mesh.microbatches,
+            microbatch=0 if self.time is None else self.build.coordinates[self.time],
         )
 
-    def _enter_phase(self, phase: Phase) -> None:
-        if phase is self.build.phase:
-            return
-        self.build.phase = phase
-        for root, shardings in self.there.items():
-            kept = self.stage.kept.get(str(root), ())
-            keep = {s for s in shardings if s in kept or s == self.persistent.get(root)}
-            if keep:
-                self.there[root] = {s: shardings[s] for s in keep}
-        self.views.clear()
+    def _keep(self) -> None:
+        """At the end of the forward: bring values that cross into the shardings they are kept in."""
+        for root, places in tuple(self.there.items()):
+            for sharding in self.stage.kept.get(str(root), ()):
+                if (Section.PROLOGUE, sharding) not in places:
+                    self._enter(root.node, Section.FORWARD)
+                    self._reshard(root, sharding, Section.FORWARD)
+
+    @property
+    def time(self) -> int | None:
+        return self.stage.mesh.time_axis
+
+    def _enter(self, origin: str, section: Section) -> None:
+        self.build.origin = origin
+        self.build.section = section
+
+    def _loops(self, *shardings: Sharding) -> bool:
+        """Whether values of these shardings are made once a microbatch."""
+        return self.time is not None and any(s[self.time] != WHOLE for s in shardings)
+
+    def _section_of(self, node: Node, plan: NodePlan) -> Section:
+        """When a node runs: in the loop, or behind it if it reads what the loop made, or before."""
+        loop = Section.FORWARD if node.phase is Phase.FORWARD else Section.BACKWARD
+        if self.time is None or self._loops(*plan.operands, *plan.outputs):
+            return loop
+        made = {self._made_in(self._root(ref).root) for ref in node.operands}
+        return Section.PROLOGUE if made <= {Section.PROLOGUE} else Section.EPILOGUE
+
+    def _made_in(self, root: Ref) -> Section:
+        """Section of the node that makes a value."""
+        return next(iter(self.there[root]))[0]
+
+    def _visible(self, root: Ref, section: Section) -> dict[Sharding, tuple[Section, Ref]]:
+        """Where a value is when an instruction of ``section`` runs."""
+        found: dict[Sharding, tuple[Section, Ref]] = {}
+        kept = self.stage.kept.get(str(root))
+        for (made, sharding), ref in self.there[root].items():
+            if made is Section.PROLOGUE or made is section or section is Section.EPILOGUE:
+                found.setdefault(sharding, (made, ref))
+            elif section is Section.BACKWARD and made is Section.FORWARD:
+                if kept is None or sharding in kept:
+                    found.setdefault(sharding, (made, ref))
+        return found
 
     def _source(self, node: Node) -> None:
         kind = node.outputs[0]
@@ -143,8 +188,8 @@ class _Lowering:
             local_shape(kind.shape, sharding, self.build.coordinates), kind.dtype
         )
         ref = self.build.add_input(node.name, local)
-        self.there[Ref(node.name)] = {sharding: ref}
-        self.persistent[Ref(node.name)] = sharding
+        self.there[Ref(node.name)] = {(Section.PROLOGUE, sharding): ref}
+        self.stored_at[Ref(node.name)] = sharding
         if node.op == PARAMETER:
             self.purposes[Ref(node.name)] = "parameters"
         self.inputs.append(
@@ -153,16 +198,17 @@ class _Lowering:
                 kind=node.op,
                 target=node.target,
                 global_type=kind,
-                sharding=sharding,
+                sharding=sharding[: len(self.stage.mesh.space.sizes)],
                 local_type=local,
             )
         )
 
     def _node(self, node: Node) -> None:
         plan, rule = self.plans[node.name], self.rules[node.name]
-        self.build.origin = node.name
+        section = self._section_of(node, plan)
+        self._enter(node.name, section)
         operands = tuple(
-            self._need(ref, sharding)
+            self._need(ref, sharding, section)
             for ref, sharding in zip(node.operands, plan.operands, strict=True)
         )
         op = LocalOp(
@@ -174,10 +220,11 @@ class _Lowering:
             coordinates=self.build.coordinates,
             values=operands,
         )
+        self._enter(node.name, section)
         self.build.purpose = "activations"
         refs = self._expanded(op, rule) or self._plain(op, rule)
         for index, (ref, sharding) in enumerate(zip(refs, plan.outputs, strict=True)):
-            self.there[Ref(node.name, index)] = {sharding: ref}
+            self.there[Ref(node.name, index)] = {(section, sharding): ref}
 
     def _expanded(self, op: LocalOp, rule: Rule) -> tuple[Ref, ...] | None:
         if rule.expand is None or not splits_factor(op, rule):
@@ -202,24 +249,36 @@ class _Lowering:
     def _root(self, ref: Ref) -> Alias:
         return self.aliases.get(ref, Alias(ref))
 
-    def _need(self, ref: Ref, sharding: Sharding) -> Ref:
+    def _result(self, ref: Ref, sharding: Sharding) -> Ref:
+        """A value as the program returns it."""
+        return self._need(ref, sharding, Section.EPILOGUE)
+
+    def _need(self, ref: Ref, sharding: Sharding, section: Section) -> Ref:
         """The rank's piece of a value under a sharding, resharded where it has to be."""
         alias = self._root(ref)
-        found = self.views.get((ref, sharding))
-        if found is not None:
-            return found
         at_root = through(sharding, tuple(reversed(alias.chain)), self._back)
         assert at_root is not None, f"{ref} cannot be read as {sharding}"
-        value = self._reshard(alias.root, at_root)
+        made, value = self._reshard(alias.root, at_root, section)
+        if made is Section.EPILOGUE is not section:
+            raise self._needs_whole_batch(ref)
+        when = section if made in LOOP else made
         now: Sharding = at_root
         for name in alias.chain:
             after = self._forth(name, now)
             assert after is not None
-            key = (Ref(name), after)
+            key = (Ref(name), (when, after))
             if key not in self.views:
+                self.build.section = when
                 self.views[key] = self._view(name, value, now, after)
             value, now = self.views[key], after
         return value
+
+    def _needs_whole_batch(self, ref: Ref) -> UnsupportedError:
+        reader = self.graph.by_name[self.build.origin]
+        return UnsupportedError(
+            f"cannot run microbatches: {reader.op!r} in {reader.source} reads {ref} over the whole "
+            "batch in the middle of the step; use hint.microbatches(1)"
+        )
 
     def _back(self, name: str, sharding: Sharding) -> Sharding | None:
         return self.rules[name].carry_back(sharding, self.stage.mesh.sizes)
@@ -240,17 +299,44 @@ class _Lowering:
         )
         return self._plain(op, self.rules[name])[0]
 
-    def _reshard(self, root: Ref, sharding: Sharding) -> Ref:
-        there = self.there[root]
-        if sharding in there:
-            return there[sharding]
+    def _reshard(self, root: Ref, sharding: Sharding, section: Section) -> tuple[Section, Ref]:
+        """Section and piece of a value under a sharding, as seen from a section."""
+        visible = self._visible(root, section)
+        if sharding in visible:
+            return visible[sharding]
         kind = self.graph.type_of(root)
-        path = cheapest_path(kind, tuple(there), sharding, self.stage.mesh, self.collective_s)
-        assert path is not None, f"{root} cannot go from {tuple(there)} to {sharding}"
+        path = cheapest_path(kind, tuple(visible), sharding, self.stage.mesh, self.collective_s)
+        assert path is not None, f"{root} cannot go from {tuple(visible)} to {sharding}"
         self.build.purpose = self.purposes.get(root, "activations")
+        kept = self.stage.kept.get(str(root))
+        again = root in self.stored_at and kept is not None and sharding not in kept
         for step in path:
-            there[step.after] = emit_step(self.build, there[step.before], kind, step)
-        return there[sharding]
+            made, value = visible[step.before]
+            when = self._when(step, made, section, again)
+            self.build.section = when
+            value = emit_step(self.build, value, kind, step)
+            visible[step.after] = (when, value)
+            self.there[root][when, step.after] = value
+        return visible[sharding]
+
+    def _when(self, step: Step, made: Section, section: Section, again: bool) -> Section:
+        """Section in which a step runs.
+
+        Args:
+            step: The step.
+            made: Section in which its operand was made.
+            section: Section that needs the result.
+            again: Whether what every microbatch could share is made anew in each, to save memory.
+        """
+        if self.time is None:
+            return section
+        if step.axis == self.time:
+            return Section.EPILOGUE if isinstance(step.before[self.time], Partial) else section
+        if self._loops(step.before):
+            return made if section is Section.EPILOGUE else section
+        if made is Section.EPILOGUE:
+            return Section.EPILOGUE
+        return section if again else Section.PROLOGUE
 
 
 def splits_factor(op: LocalOp, rule: Rule) -> bool:

@@ -393,7 +393,10 @@ class _Builder:
                     what = None if head is None else step_kind(kind.shape, before, after, axis)
                     if what is None or head is None:
                         continue
-                    seconds = step_s(kind, Step(what, axis, before, after), self.cost.collective_s)
+                    step = Step(what, axis, before, after)
+                    seconds = step_s(kind, step, self.mesh, self.cost.collective_s)
+                    if seconds == float("inf"):
+                        continue
                     arcs.append(Arc(tail, head, seconds * count))
         return tuple(arcs)
 
@@ -492,7 +495,8 @@ def plain_shardings(
     """Shardings that torch's plain ``Shard`` can express: contiguous, nested in mesh order."""
     dims = tuple(dims)
     found: list[Sharding] = []
-    for chosen in itertools.product((None, *dims), repeat=len(mesh.sizes)):
+    options = [(None,) if axis == mesh.time_axis else (None, *dims) for axis in range(len(mesh.sizes))]
+    for chosen in itertools.product(*options):
         if axes is not None and any(
             dim is not None and not allowed for dim, allowed in zip(chosen, axes, strict=True)
         ):
