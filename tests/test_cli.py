@@ -10,11 +10,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from rich.console import Console
 
 from autopar import cli, hint
+from autopar.demo import Demo, run_demo, sparkline
 from autopar.errors import AutoparError, ClusterError, HintError, PlanError, RuntimeFailure
 from autopar.inputs import load_cluster, load_subject, parse_hints
+from autopar.ir.graph import TensorType
+from autopar.plan.records import Plan
+from autopar.plan.text import render
 from autopar.spawn import run_workers
+from autopar.verify import Comparison, Report, difference, report_view
 from tests.autopar.plan.samples import llama
 
 ROOT = Path(__file__).parents[1]
@@ -241,3 +248,116 @@ def test_a_failed_worker_is_named(
 ) -> None:
     with pytest.raises(RuntimeFailure, match=says):
         _work(tmp_path, monkeypatch, what)
+
+
+# Whole commands on real processes.
+
+
+def test_plan_prints_and_saves(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    cli.plan(model, "local:4", batch=8, hint=["dp=4"], output=path)
+    printed = capsys.readouterr().out
+    assert "Sequential on local:4, 4 ranks: predicted step" in printed
+    assert "mesh   dp=4" in printed
+    assert f"saved to {path}" in printed
+    assert Plan.load(path).batch == {"0": TensorType((8, 16), "float32")}
+
+
+@pytest.mark.slow
+def test_verify_compares_with_one_process(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    cli.plan(model, "local:2", hint=["tp=2"], output=path)
+    capsys.readouterr()
+    cli.verify(model, "local:2", plan=path, steps=2)
+    printed = capsys.readouterr().out
+    for kind in ("loss", "gradient", "gradient norm", "parameter"):
+        assert any(line.startswith(kind) and "equal" in line for line in printed.splitlines())
+    assert "2 processes and one, 2 steps: the same" in printed
+
+
+@pytest.mark.slow
+def test_verify_raises_what_the_ranks_raised(model: str) -> None:
+    with pytest.raises(HintError, match="cannot lay degrees tp=3"):
+        cli.verify(model, "local:2", hint=["tp=3"], steps=1)
+
+
+@pytest.mark.slow
+def test_the_demonstration_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
+    demo = Demo(steps=4, batch=4, seq=32, hidden=32, layers=1)
+    outcome = run_demo(demo, Console(width=100))
+    assert outcome.passed
+    assert len(outcome.one.losses) == 4
+    assert outcome.one.losses[-1] < outcome.one.losses[0]
+    printed = capsys.readouterr().out
+    assert "equal up to floating-point order" in printed
+    assert "2 processes" in printed
+
+
+@pytest.mark.slow
+def test_the_training_example_runs() -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    found = subprocess.run(
+        [*launch, "--nproc-per-node=2", "examples/train_gpt2.py", "--steps", "1"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    assert found.returncode == 0, found.stderr
+    assert "GPT2LMHeadModel on local:2" in found.stdout
+    assert "step    0  loss 5." in found.stdout
+
+
+@pytest.mark.large
+def test_the_planning_example_runs(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    found = subprocess.run(
+        [sys.executable, "examples/plan_llama.py", "-o", str(path)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert found.returncode == 0, found.stderr
+    plan = Plan.load(path)
+    assert plan.cluster_ranks == 64
+    assert plan.prediction.memory.total_bytes <= plan.memory_limit_bytes
+
+
+# Pieces of what is printed.
+
+
+def test_a_report_names_what_differs() -> None:
+    one = Comparison(kind="loss", name="step 1", difference=0.0, allowed=1e-5)
+    bad = [
+        Comparison(kind="gradient", name=f"layers.{i}.w", difference=1.0, allowed=1e-5)
+        for i in range(8)
+    ]
+    report = Report(comparisons=(one, *bad), num_processes=2, steps=1)
+    assert not report.passed
+    text = render(report_view(report))
+    assert "DIFFERENT" in text
+    assert "different: gradient layers.0-7.w" in text
+    assert "NOT the same" in text
+
+
+def test_an_absent_gradient_equals_zero_only() -> None:
+    assert difference(None, torch.zeros(3)) == 0.0
+    assert difference(None, torch.ones(3)) == float("inf")
+    assert difference(torch.ones(3), torch.ones(4)) == float("inf")
+    assert difference(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0])) == 0.5
+    nan = torch.tensor([float("nan")])
+    compared = Comparison(kind="loss", name="", difference=difference(nan, nan), allowed=1.0)
+    assert not compared.passed
+
+
+def test_a_curve_fits_a_line() -> None:
+    assert sparkline((3.0, 2.0, 1.0)) == "█▅▁"
+    assert len(sparkline(tuple(map(float, range(1000))), width=40)) == 40
+    assert sparkline((1.0, 1.0)) == "▁▁"
