@@ -9,51 +9,69 @@ model partly on meta, what is not on meta keeps its values.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from autopar.errors import AutoparError
+from autopar.runtime.draws import Recipe, make, recipes
 
 Init = Callable[[nn.Module], None]
-Keep = Callable[[str, Tensor], None]
+Rows = Callable[[str], Sequence[int] | None]
+
+MAX_WHOLE_ELEMENTS = 1_000_000_000
+"""Elements on meta up to which every rank makes the whole model and keeps its part; above, numbers
+are drawn by name and index (see `draws`)."""
 
 _SENTINEL = 91
 """What integers hold before the initialization; floats hold NaN, booleans a fixed pattern."""
 
 
+def _all_rows(name: str) -> None:
+    """Every row is wanted."""
+
+
 def initialized(
-    model: nn.Module, aliases: Mapping[str, str], init: Init | None, seed: int, keep: Keep
-) -> None:
-    """Hand every parameter and buffer, filled, to ``keep``, tied ones once, by first name.
+    model: nn.Module,
+    aliases: Mapping[str, str],
+    init: Init | None,
+    seed: int,
+    rows: Rows = _all_rows,
+) -> Iterator[tuple[str, Tensor]]:
+    """Name and whole value of every parameter and buffer, tied ones once, by first name.
+
+    A model with more than ``MAX_WHOLE_ELEMENTS`` on meta is made one tensor at a time.
 
     Args:
         model: Left as it is.
         aliases: Second names of tied tensors to the first.
         init: Fills a copy of a model on meta; by default `default_init`.
-        seed: Torch's seed for it.
-        keep: Takes name and whole tensor, of which it keeps what it wants.
+        seed: Seed of what it draws.
+        rows: Which indices along dim 0 of a tensor are wanted, None for all; others may hold
+            anything.
 
     Raises:
         AutoparError: Nothing fills a tensor on meta.
     """
-    tensors = dict(_tensors(model))
+    tensors: dict[str, Any] = dict(_tensors(model))
     names = [name for name, tensor in tensors.items() if tensor.is_meta]
-    if names:
+    if init is None and sum(tensors[n].numel() for n in names) > MAX_WHOLE_ELEMENTS:
+        tensors |= recipes(model, default_init)
+    elif names:
         made = _materialized(model)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(seed)
             (init or default_init)(made)
         filled = dict(_tensors(made))
         tensors |= {name: filled[name] for name in names if name in filled}
-    unfilled = [n for n in names if n not in aliases and _is_unfilled(tensors[n])]
-    if unfilled:
-        raise AutoparError(_unfilled_message(unfilled, init))
-    for name, tensor in tensors.items():
+        unfilled = [n for n in names if n not in aliases and _is_unfilled(tensors[n])]
+        if unfilled:
+            raise AutoparError(_unfilled_message(unfilled, init))
+    for name, found in tensors.items():
         if name not in aliases:
-            keep(name, tensor)
+            yield name, make(name, found, seed, rows(name)) if isinstance(found, Recipe) else found
 
 
 def default_init(model: nn.Module) -> None:

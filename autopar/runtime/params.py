@@ -70,16 +70,16 @@ def shard_model(
         AutoparError: Nothing fills a parameter or buffer on meta.
     """
     everything = whole(groups.mesh)
+    shapes = {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
+
+    def rows(name: str) -> Sequence[int] | None:
+        splits = dim_splits(stored.get(name, everything), 0)
+        return local_indices(shapes[name][0], splits, coordinates) if splits else None
+
     kept: dict[str, Tensor] = {}
-
-    def keep(name: str, full: Tensor) -> None:
-        if isinstance(full, nn.Parameter):
-            sharding = stored.get(name, everything)
-            kept[name] = local_piece(full, sharding, coordinates).to(device)
-        else:
-            kept[name] = full.detach().to(device, copy=True)
-
-    initialized(model, aliases, init, seed, keep)
+    for name, full in initialized(model, aliases, init, seed, rows):
+        sharding = stored.get(name, everything) if name in shapes else everything
+        kept[name] = local_piece(full, sharding, coordinates).to(device)
     parameters: dict[str, nn.Parameter] = {}
     for name, old in model.named_parameters(remove_duplicate=False):
         owner = aliases.get(name, name)
