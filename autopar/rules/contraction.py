@@ -87,6 +87,11 @@ RULES: Mapping[str, RuleMaker] = {
     **table("bmm", rule("b m k, b k n -> b m n", linear="0 | 1", flops=multiply_adds("b m k n"))),
     **table("mv", rule("m k, k -> m", linear="0 | 1", flops=multiply_adds("m k"))),
     **table("dot vdot", rule("k, k -> ", linear="0 | 1", flops=multiply_adds("k"))),
+    **table("_cdist_forward", rule("... m d, ... n d -> ... m n", whole="d")),
+    **table(
+        "_cdist_backward",
+        rule("... m n, ... m d, ... n d, ... m n -> ... m d", linear="0", whole="d"),
+    ),
     **table("_grouped_mm", _grouped),
     **table("addmm", _with_bias("mk", "kn", "aten.mm.default")),
     **table("addmv", _with_bias("mk", "k", "aten.mv.default")),

@@ -291,6 +291,14 @@ def _searchsorted(node: Node, operands: tuple[TensorType, ...]) -> Rule:
     return factors.rule(given, (dims,))
 
 
+def _isin(node: Node, operands: tuple[TensorType, ...]) -> Rule:
+    """The set stays whole, the elements are free."""
+    factors = Factors()
+    dims = factors.dims("d", operands[0].shape)
+    members = factors.dims("s", operands[1].shape, whole=True)
+    return factors.rule((dims, members), (dims,))
+
+
 RULES: Mapping[str, RuleMaker] = {
     **table(
         "embedding",
@@ -313,5 +321,6 @@ RULES: Mapping[str, RuleMaker] = {
     **table("index.Tensor _unsafe_index.Tensor", _index),
     **table("index_put _unsafe_index_put", _index_put),
     **table("searchsorted.Tensor bucketize.Tensor", _searchsorted),
+    **table("isin.Tensor_Tensor", _isin),
     **table("take masked_scatter", all_whole),
 }

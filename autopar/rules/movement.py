@@ -583,6 +583,7 @@ RULES: Mapping[str, RuleMaker] = {
     **table("stack", _stack),
     **table("cat", _cat),
     **table("split.Tensor split_with_sizes", _split),
+    **table("unsafe_split.Tensor unsafe_split_with_sizes", _split),
     **table("constant_pad_nd", _pad),
     **table("flip", _moving(_flipped)),
     **table("roll", _moving(_rolled)),

@@ -8,6 +8,7 @@ from autopar.ir.graph import Arg, Node, TensorType
 from autopar.rules.factors import (
     Factors,
     LocalArgs,
+    argument,
     drop_outputs,
     integer,
     integers,
@@ -133,11 +134,28 @@ def _batch_norm(node: Node, operands: tuple[TensorType, ...]) -> Rule:
     return drop_outputs(made, [kind.shape != (0,) for kind in node.outputs])
 
 
+# Weight normalization: a weight over its norm for each index of one dim.
+
+
+def _weight_norm(node: Node, operands: tuple[TensorType, ...]) -> Rule:
+    """All dims but the one that keeps its norm stay whole."""
+    backward = node.op == "aten._weight_norm_interface_backward.default"
+    kept = integer(argument(node, 4 if backward else 2, "dim", 0))
+    full = operands[1] if backward else operands[0]
+    factors = Factors()
+    weight = tuple(factors.dim(f"d{i}", size, whole=i != kept) for i, size in enumerate(full.shape))
+    norm = tuple(dim if i == kept else () for i, dim in enumerate(weight))
+    if backward:
+        return factors.rule((weight, weight, norm, norm), (weight, norm), linear=linear_sets("0"))
+    return factors.rule((weight, norm), (weight, norm))
+
+
 _FROZEN = "aten._native_batch_norm_legit_no_training.default"
 
 RULES: Mapping[str, RuleMaker] = {
     **table("native_layer_norm _fused_rms_norm", _row_norm),
     **table("native_layer_norm_backward _fused_rms_norm_backward", _row_norm_backward),
+    **table("_weight_norm_interface _weight_norm_interface_backward", _weight_norm),
     **table("native_group_norm", _group_norm),
     **table("native_group_norm_backward", _group_norm_backward),
     **table("_native_batch_norm_legit_functional", _batch_norm),

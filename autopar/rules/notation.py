@@ -351,11 +351,13 @@ def rule(
         even: Factors split into equal parts only.
         flops: Floating-point operations of the whole node from its bound rule.
         fields: Further fields of `Rule`.
+
+    Raises:
+        RuleError: The text is not factor notation, or names what is not there.
     """
     pattern = parse(text)
-    sets = tuple(
-        frozenset(int(i) for i in part.split()) for part in linear.split("|") if part.strip()
-    )
+    sets = _linear_sets(pattern, linear)
+    _check_factors(pattern, (*whole.split(), *even.split()))
 
     def make(node: Node, operands: tuple[TensorType, ...]) -> Rule:
         bound = pattern.bind(operands, node.outputs)
@@ -369,3 +371,26 @@ def rule(
         return made if flops is None else replace(made, flops=flops(made))
 
     return make
+
+
+def _linear_sets(pattern: Pattern, text: str) -> tuple[frozenset[int], ...]:
+    """Sets of operand positions from ``"0 1 | 2"``."""
+    known = {str(i): i for i in range(len(pattern.operands))}
+    parts = [part.split() for part in text.split("|")]
+    for position in (name for part in parts for name in part):
+        if position not in known:
+            raise RuleError(
+                f"cannot read linear={text!r} of rule {pattern.text!r}: {position!r} is none of "
+                f"its operands {list(known.values())}; write '0 1 | 2'"
+            )
+    return tuple(frozenset(known[name] for name in part) for part in parts if part)
+
+
+def _check_factors(pattern: Pattern, names: Sequence[str]) -> None:
+    known = {f for dims in pattern.operands + pattern.outputs for dim in dims for f in dim}
+    for name in names:
+        if name not in known:
+            raise RuleError(
+                f"cannot use factor {name!r} in rule {pattern.text!r}: it has "
+                f"{sorted(known - {'...'})}; name one of them"
+            )

@@ -92,7 +92,8 @@ isnan isneginf isposinf leaky_relu lgamma log log10 log1p log2 log_sigmoid_forwa
 logit mish mvlgamma nan_to_num polygamma reciprocal relu relu6 round round.decimals rsqrt rrelu
 selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink sqrt square tan tanh
 threshold trunc special_entr special_erfcx special_i0 special_i0e special_i1 special_i1e
-special_log_ndtr special_ndtri i0 celu
+special_log_ndtr special_ndtri i0 celu special_airy_ai special_bessel_j0 special_bessel_j1
+clip clip.Tensor
 clamp clamp.Tensor clamp_min clamp_min.Tensor clamp_max clamp_max.Tensor
 pow.Tensor_Scalar pow.Scalar float_power.Tensor_Scalar rsub.Scalar ones_like full_like
 add.Scalar sub.Scalar
@@ -106,7 +107,11 @@ floor_divide.Scalar fmax fmin fmod.Tensor fmod.Scalar ge.Tensor ge.Scalar gt.Ten
 heaviside hypot le.Tensor le.Scalar logaddexp logaddexp2 logical_and logical_or logical_xor
 lt.Tensor lt.Scalar maximum minimum ne.Tensor ne.Scalar nextafter pow.Tensor_Tensor
 remainder.Tensor remainder.Scalar xlogy.Tensor xlogy.Scalar_Other special_xlog1py special_zeta
-igamma igammac gcd lcm _prelu_kernel polar isclose isin.Tensor_Scalar
+igamma igammac gcd lcm _prelu_kernel polar isclose isin.Tensor_Scalar max.other min.other
+ldexp.Tensor bitwise_and.Scalar_Tensor bitwise_or.Scalar_Tensor bitwise_xor.Scalar_Tensor
+bitwise_left_shift.Scalar_Tensor bitwise_right_shift.Scalar_Tensor remainder.Scalar_Tensor
+float_power.Tensor_Tensor float_power.Scalar xlogy.Scalar_Self special_xlog1py.other_scalar
+special_xlog1py.self_scalar special_zeta.other_scalar special_zeta.self_scalar
 """
 _GRADIENT = """
 gelu_backward silu_backward threshold_backward tanh_backward sigmoid_backward elu_backward

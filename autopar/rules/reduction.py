@@ -197,7 +197,7 @@ RULES: Mapping[str, RuleMaker] = {
     **table("prod", _everything(whole=True)),
     **table("argmax argmin max.dim min.dim", _over(1, whole=True)),
     **table(
-        "var.correction std.correction var_mean.correction std_mean.correction",
+        "var.dim std.dim var.correction std.correction var_mean.correction std_mean.correction",
         _over(1, whole=True),
     ),
     **table("count_nonzero.dim_IntList nansum", _over(1)),
@@ -213,6 +213,7 @@ RULES: Mapping[str, RuleMaker] = {
     **table("median", _everything(whole=True)),
     **table("linalg_cross", _scan(2, "0 | 1")),
     **table("cumsum", _scan(1, "0")),
+    **table("_safe_softmax", _scan(1)),
     **table("cumprod logcumsumexp cummax cummin", _scan(1)),
     **table("sort sort.stable argsort", _scan(1)),
     **table("topk", _scan(2)),

@@ -75,6 +75,7 @@ RULES: Mapping[str, RuleMaker] = {
     **table("max_pool3d_with_indices", _planes(3)),
     **table("max_pool2d_with_indices_backward adaptive_max_pool2d_backward", _planes(2, "0")),
     **table("max_pool3d_with_indices_backward", _planes(3, "0")),
+    **table("avg_pool1d adaptive_avg_pool1d", _planes(1, "0")),
     **table("avg_pool2d avg_pool2d_backward", _planes(2, "0")),
     **table("avg_pool3d avg_pool3d_backward", _planes(3, "0")),
     **table("_adaptive_avg_pool2d _adaptive_avg_pool2d_backward", _planes(2, "0")),
@@ -83,6 +84,9 @@ RULES: Mapping[str, RuleMaker] = {
     **table("upsample_nearest2d upsample_bilinear2d upsample_bicubic2d", _planes(2, "0")),
     **table("_upsample_nearest_exact2d _upsample_bilinear2d_aa", _planes(2, "0")),
     **table("_upsample_bicubic2d_aa", _planes(2, "0")),
+    **table(
+        "upsample_nearest2d.vec upsample_bilinear2d.vec upsample_bicubic2d.vec", _planes(2, "0")
+    ),
     **table("upsample_nearest3d upsample_trilinear3d", _planes(3, "0")),
     **table(
         "upsample_nearest1d_backward upsample_linear1d_backward _upsample_nearest_exact1d_backward",

@@ -162,7 +162,7 @@ def _from_schema(
         elif argument.has_default_value():
             continue
         else:
-            value = _constant(draw, argument.name, kind)
+            value = _constant(draw, argument.name, kind, dtype)
         if argument.kwarg_only:
             kwargs[argument.name] = value
         else:
@@ -183,7 +183,7 @@ def _random(draw: Draw, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return draw.floats(*shape, dtype=dtype)
 
 
-def _constant(draw: Draw, name: str, kind: str) -> Any:
+def _constant(draw: Draw, name: str, kind: str, dtype: torch.dtype) -> Any:
     if name in _NUMBERS:
         return draw.choice(_NUMBERS[name])
     if "bool" in kind:
@@ -192,4 +192,5 @@ def _constant(draw: Draw, name: str, kind: str) -> Any:
         return "none"
     if "Optional" in kind:
         return None
-    return draw.choice([0, 1, 2]) if kind == "int" else draw.choice([0, 0.5, 1, 2])
+    whole = kind == "int" or dtype in (torch.int64, torch.bool)
+    return draw.choice([0, 1, 2] if whole else [0, 0.5, 1, 2])

@@ -109,8 +109,8 @@ def _to_dtype(draw: Draw) -> Sample:
 
 _POINTWISE: dict[str, Sampler] = {
     **{op: (lambda draw, op=op: pointwise_sample(op, draw)) for op in pointwise.RULES},
-    **_each("clamp", _clamp),
-    **_each("clamp.Tensor", _clamp_tensor),
+    **_each("clamp clip", _clamp),
+    **_each("clamp.Tensor clip.Tensor", _clamp_tensor),
     **_each("div.Tensor true_divide.Tensor", _div),
     **_each("div.Scalar", _div_scalar),
     **_each("div.Tensor_mode", _div_mode),
@@ -167,6 +167,18 @@ def _grouped_mm(draw: Draw) -> Sample:
     return Sample(value(groups, t, k), value(groups, k, n))
 
 
+def _distances(draw: Draw) -> Sample:
+    lead, d = draw.shape(0, 1, most=4), draw.size(1, 2, 3)
+    first, second = draw.size(1, 2, 4, 6), draw.size(1, 2, 3, 4)
+    return Sample(draw.floats(*lead, first, d), draw.floats(*lead, second, d), 2.0, None)
+
+
+def _distances_backward(draw: Draw) -> Sample:
+    x, y, p, _ = _distances(draw).args
+    found = torch.ops.aten._cdist_forward.default(x, y, p, None)
+    return Sample(draw.floats(*found.shape), x, y, p, found)
+
+
 _PRODUCTS: dict[str, Sampler] = {
     **_each("mm", _matrices("mk kn")),
     **_each("bmm", _matrices("bmk bkn")),
@@ -175,6 +187,8 @@ _PRODUCTS: dict[str, Sampler] = {
     **_each("addmm", _biased("mk kn", "mn")),
     **_each("addmv", _biased("mk k", "m")),
     **_each("baddbmm", _biased("bmk bkn", "bmn")),
+    **_each("_cdist_forward", _distances),
+    **_each("_cdist_backward", _distances_backward),
     **_each("_grouped_mm", _grouped_mm),
 }
 
@@ -509,8 +523,8 @@ _MOVEMENT: dict[str, Sampler] = {
     **_each("unbind.int", _unbind),
     **_each("stack", _stack),
     **_each("cat", _cat),
-    **_each("split.Tensor", _split),
-    **_each("split_with_sizes", _split_sizes),
+    **_each("split.Tensor unsafe_split.Tensor", _split),
+    **_each("split_with_sizes unsafe_split_with_sizes", _split_sizes),
     **_each("constant_pad_nd", _pad),
     **_each("flip", _flip),
     **_each("roll", _roll),
@@ -572,6 +586,12 @@ def _spread(draw: Draw) -> Sample:
     shape = (draw.size(2, 3), *draw.shape(0, 2))
     dims = sorted({0, *_some_dims(draw, len(shape))})
     return Sample(draw.floats(*shape), dims, correction=draw.choice([0, 1]), keepdim=draw.chance())
+
+
+def _unbiased(draw: Draw) -> Sample:
+    shape = (draw.size(2, 3), *draw.shape(0, 2))
+    dims = sorted({0, *_some_dims(draw, len(shape))})
+    return Sample(draw.floats(*shape), dims, draw.chance(), draw.chance())
 
 
 def _norm(draw: Draw) -> Sample:
@@ -680,6 +700,8 @@ _REDUCTIONS: dict[str, Sampler] = {
     **_each("count_nonzero.dim_IntList", _count),
     **_each("nansum", _nansum),
     **_each("cumsum cumprod logcumsumexp cummax cummin sort argsort", _scan),
+    **_each("var.dim std.dim", _unbiased),
+    **_each("_safe_softmax", _scan),
     **_each("sort.stable", _sort_stable),
     **_each("topk", _topk),
     **_each("linalg_cross", _cross),
@@ -763,11 +785,26 @@ def _batch_norm(draw: Draw, frozen: bool) -> Sample:
     return Sample(x, draw.floats(c), _affine(draw, c), *running, *rest)
 
 
+def _weight_norm(draw: Draw) -> Sample:
+    shape = draw.shape(2, 3)
+    dim = draw.choice([0, len(shape) - 1])
+    norm = [size if i == dim else 1 for i, size in enumerate(shape)]
+    return Sample(draw.floats(*shape), draw.floats(*norm), dim)
+
+
+def _weight_norm_backward(draw: Draw) -> Sample:
+    v, g, dim = _weight_norm(draw).args
+    _, norms = torch.ops.aten._weight_norm_interface.default(v, g, dim)
+    return Sample(draw.floats(*v.shape), v, g, norms, dim)
+
+
 _NORMALIZATIONS: dict[str, Sampler] = {
     **_each("native_layer_norm", _layer_norm),
     **_each("native_layer_norm_backward", _layer_norm_backward),
     **_each("_fused_rms_norm", _rms_norm),
     **_each("_fused_rms_norm_backward", _rms_norm_backward),
+    **_each("_weight_norm_interface", _weight_norm),
+    **_each("_weight_norm_interface_backward", _weight_norm_backward),
     **_each("native_group_norm", _group_norm),
     **_each("native_group_norm_backward", _group_norm_backward),
     **_each("_native_batch_norm_legit_functional", lambda draw: _batch_norm(draw, False)),
@@ -872,6 +909,10 @@ def _grid_backward(draw: Draw) -> Sample:
 
 
 _PLANES: dict[str, Sampler] = {
+    **_each("avg_pool1d", _pool(1)),
+    **_each("adaptive_avg_pool1d", _adaptive(1)),
+    **_each("upsample_nearest2d.vec", _resample(2, None)),
+    **_each("upsample_bilinear2d.vec upsample_bicubic2d.vec", _resample(2, False, None)),
     **_each("max_pool2d_with_indices avg_pool2d", _pool(2)),
     **_each("max_pool3d_with_indices avg_pool3d", _pool(3)),
     **_each("max_pool2d_with_indices_backward", _max_pool_backward(2)),
@@ -1102,6 +1143,10 @@ def _searchsorted(draw: Draw) -> Sample:
     return Sample(draw.floats(5).sort().values, draw.floats(*draw.shape()))
 
 
+def _isin(draw: Draw) -> Sample:
+    return Sample(draw.integers(*draw.shape()), draw.integers(*draw.shape()))
+
+
 def _take(draw: Draw) -> Sample:
     return Sample(draw.floats(3, 4), draw.integers(5, high=12))
 
@@ -1129,6 +1174,7 @@ _LOOKUPS: dict[str, Sampler] = {
     **_each("index_put _unsafe_index_put", _index_put),
     **_each("bucketize.Tensor", _bucketize),
     **_each("searchsorted.Tensor", _searchsorted),
+    **_each("isin.Tensor_Tensor", _isin),
     **_each("take", _take),
     **_each("masked_scatter", _masked_scatter),
 }

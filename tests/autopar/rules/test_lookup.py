@@ -56,3 +56,16 @@ def test_a_rule_that_does_not_fit_names_the_op() -> None:
     mine = user_rule("mylib::op", "b m -> b m")
     with pytest.raises(RuleError, match=r"'mylib\.op\.default' in module 'encoder.norm'"):
         rule_for(NODE, KINDS, {mine.op: mine.make})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"linear": "0 2"}, "'2' is none of its operands"),
+        ({"linear": "x"}, "'x' is none of its operands"),
+        ({"whole": "z"}, "cannot use factor 'z'"),
+    ],
+)
+def test_names_that_are_not_there_are_refused(options: dict[str, str], message: str) -> None:
+    with pytest.raises(RuleError, match=message):
+        user_rule("mylib::op", "b m, m n -> b n", **options)
