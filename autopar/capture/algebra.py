@@ -63,7 +63,8 @@ def _scale_the_small(builder: Builder, draft: Draft, first: Ref, second: Ref) ->
 
     Only by powers of two, which round nothing: the derivative of a square.
     """
-    for small, large in ((first, second), (second, first)):
+    for other, large in ((first, second), (second, first)):
+        small = _before_expand(builder, other)
         maker, kind = builder.maker(large), builder.type_of(small)
         if maker.op != "aten.mul.Tensor" or not isinstance(maker.args[1], float):
             continue

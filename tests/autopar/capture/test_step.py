@@ -399,7 +399,7 @@ def test_gradients_of_sums_are_not_expanded_before_arithmetic() -> None:
     whole = [n for n in captured.graph.nodes if n.outputs[0].shape == (4, 6, 8)]
     assert not [n for n in whole if n.op == "aten.div.Tensor"]
     doubled = [n for n in whole if n.op == "aten.mul.Tensor" and 2.0 in n.args]
-    assert len(doubled) == 1  # the loss's own square
+    assert len(doubled) == 1  # the loss's own square, which nothing smaller multiplies
 
 
 def test_backward_nodes_have_their_forwards_source() -> None:
