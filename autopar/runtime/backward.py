@@ -25,7 +25,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import UnsupportedError
-from autopar.runtime.params import wrap_like
+from autopar.runtime.params import local_of, wrap_like
 
 
 @dataclass(eq=False)
@@ -41,25 +41,40 @@ class Token:
     gradients: list[Tensor] | None
 
 
-def attach(loss: Tensor, token: Token, anchor: Tensor) -> Tensor:
+class Anchor:
+    """A leaf that requires grad and that no user knows.
+
+    Only a plain ``backward()`` reaches it, so it tells that from ``torch.autograd.grad``.
+
+    Attributes:
+        tensor: The leaf.
+        node: Where autograd accumulates its gradient.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.tensor = torch.zeros((), device=device, requires_grad=True)
+        self.node = get_gradient_edge(self.tensor).node
+
+
+def attach(loss: Tensor, token: Token, anchor: Anchor) -> Tensor:
     """The loss with a backward that adds the token's gradients.
 
     Args:
         loss: 0-d value.
         token: Kept alive by the result's graph alone.
-        anchor: A leaf that requires grad and that no user knows.
+        anchor: The module's.
     """
-    made = _Loss.apply(loss, token, anchor, *token.targets)  # type: ignore[no-untyped-call]
+    made = _Loss.apply(loss, token, anchor.node, anchor.tensor, *token.targets)  # type: ignore[no-untyped-call]
     return cast(Tensor, made)
 
 
 class _Loss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, token: Token, anchor: Tensor, *targets: Any) -> Tensor:
+    def forward(ctx: Any, loss: Tensor, token: Token, anchor_node: Any, *leaves: Any) -> Tensor:
         # The targets are inputs so that autograd.grad with respect to them arrives here, and that
         # autograd runs their hooks after the backward below has added to their ``.grad``.
         ctx.token = token
-        ctx.anchor_node = get_gradient_edge(anchor).node
+        ctx.anchor_node = anchor_node
         return loss.clone()
 
     @staticmethod
@@ -84,7 +99,7 @@ class _Loss(torch.autograd.Function):
         gradients, token.gradients = token.gradients, None
         with torch.no_grad():
             deposit(token.targets, gradients, incoming[0])
-        return (None,) * (3 + len(token.targets))
+        return (None,) * (4 + len(token.targets))
 
 
 def deposit(targets: Sequence[nn.Parameter], gradients: list[Tensor], incoming: Tensor) -> None:
@@ -111,7 +126,7 @@ def deposit(targets: Sequence[nn.Parameter], gradients: list[Tensor], incoming: 
         if old is None:
             parameter.grad = wrap_like(parameter, gradient)
         elif isinstance(old, DTensor) and old.placements == cast(DTensor, parameter).placements:
-            sums.append(old.to_local())
+            sums.append(local_of(old))
             terms.append(gradient)
         else:
             parameter.grad = old + wrap_like(parameter, gradient)

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture.batch import flatten_batch
-from autopar.errors import AutoparError, BatchError, UnsupportedError
+from autopar.errors import BatchError, UnsupportedError
 from autopar.plan.records import Plan
-from autopar.runtime.backward import Token, attach
-from autopar.runtime.groups import MeshGroups, Session
+from autopar.runtime.backward import Anchor, Token, attach
+from autopar.runtime.groups import MeshGroups, Session, as_failure
 from autopar.runtime.optimizer import watch_optimizers
 from autopar.runtime.params import ModelState, load_value
 from autopar.runtime.sampler import Deal, GlobalBatchSampler
@@ -80,7 +80,7 @@ class _Own:
     compile_step: CompileStep
     session: Session
     shells: dict[str, nn.Module]
-    anchor: Tensor
+    anchor: Anchor
     plan: Plan | None = None
     groups: MeshGroups | None = None
     state: ModelState | None = None
@@ -111,7 +111,7 @@ class ParallelModule(nn.Module):
             compile_step=compile_step,
             session=session,
             shells=build_shells(self, model),
-            anchor=torch.zeros((), device=session.device, requires_grad=True),
+            anchor=Anchor(session.device),
         )
 
     def adopt(
@@ -167,8 +167,8 @@ class ParallelModule(nn.Module):
         """
         try:
             self._find(batch)
-        except Exception as error:
-            raise self.session.settle("the preparation of a step", error) from error
+        except Exception as error:  # noqa: BLE001  (raised, once the others know)
+            raise self.session.settle("the preparation of a step", error) from error.__cause__
 
     def forward(self, batch: Any) -> Any:
         """The loss over the global batch, 0-d and equal on every rank.
@@ -187,8 +187,8 @@ class ParallelModule(nn.Module):
                 _check_pending(own.pending)
             sharded = isinstance(batch, ShardedBatch)
             step, tensors = self._find_for_part(batch.part) if sharded else self._find(batch)
-        except Exception as error:
-            raise own.session.settle("the check of the batch", error) from error
+        except Exception as error:  # noqa: BLE001  (raised, once the others know)
+            raise own.session.settle("the check of the batch", error) from error.__cause__
         results = self._run(step, tensors, sharded)
         own.num_steps += grad
         own.session.activity = ""
@@ -400,22 +400,17 @@ class ParallelModule(nn.Module):
 
     def _run(self, step: Step, tensors: Sequence[Tensor], sharded: bool) -> Results:
         session = self._autopar.session
-        if step.has_run:
-            try:
-                return step.run(tensors, sharded)
-            except Exception as error:
-                raise session.settle(step.action_of(error), error) from error
-        results, failed = None, None
+        is_first = not step.has_run
         try:
             results = step.run(tensors, sharded)
-        except Exception as error:  # noqa: BLE001  (agreed on, then raised)
-            failed = session.settle(step.action_of(error), error)
-            failed.__cause__ = None if failed is error else error
-        try:
-            session.agree("the first step", failed)
-        except AutoparError as other:
-            raise failed or other from (failed or other).__cause__
-        assert results is not None
+        except Exception as error:
+            action = step.action_of(error)
+            failed = as_failure(session.settle(action, error), action, session.rank)
+            if is_first:
+                session.report("the first step", failed)
+            raise failed from error
+        if is_first:
+            session.agree("the first step")
         return results
 
     def _returned(self, step: Step, results: Results) -> Any:

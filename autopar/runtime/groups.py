@@ -27,6 +27,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -110,6 +111,11 @@ class Session:
         for rank, status in enumerate(statuses):
             if status is not None:
                 raise _rebuilt(status, rank, phase)
+
+    def report(self, phase: str, error: Exception) -> None:
+        """Tell ranks that may wait in `agree` of an error that this rank is about to raise."""
+        with suppress(Exception):
+            self.agree(phase, error)
 
     def agree_equal(self, what: str, digest: str) -> None:
         """Raise on every rank unless all ranks have the same digest of ``what``.
@@ -207,8 +213,10 @@ class Session:
                 "the processes again"
             )
 
-    def settle(self, action: str, error: Exception) -> AutoparError:
-        """The error to raise after a failed step; ends the other ranks' step if they run on.
+    def settle(self, action: str, error: Exception) -> Exception:
+        """The error to raise after a failed call; ends the other ranks' call if they run on.
+
+        This rank's own error, or one that names the rank that was lost.
 
         Args:
             action: What this rank was doing.
@@ -216,7 +224,7 @@ class Session:
         """
         self.activity = ""
         if self.world_size == 1:
-            return _as_failure(error, action, self.rank)
+            return error
         if _is_connection_error(error):
             return self._after_loss(action, error)
         status = {**_describe(error), "action": action}
@@ -231,7 +239,7 @@ class Session:
         self._epoch += 1
         if not alike:
             self.close(str(error) or type(error).__name__)
-        return _as_failure(error, action, self.rank)
+        return error
 
     def close(self, reason: str) -> None:
         """Close the groups of all programs: ranks that wait in them fail at once."""
@@ -461,7 +469,8 @@ def _rebuilt(status: Mapping[str, str], rank: int, phase: str) -> AutoparError:
     )
 
 
-def _as_failure(error: Exception, action: str, rank: int) -> AutoparError:
+def as_failure(error: Exception, action: str, rank: int) -> AutoparError:
+    """The error as one of ours, which says what failed on which rank."""
     if isinstance(error, AutoparError):
         return error
     return RuntimeFailure(

@@ -189,6 +189,11 @@ def as_dtensor(
     )
 
 
+def local_of(tensor: DTensor) -> Tensor:
+    """This rank's piece itself; ``to_local`` makes a view of it, at 1 us a parameter."""
+    return tensor._local_tensor
+
+
 def wrap_like(parameter: nn.Parameter, local: Tensor) -> DTensor:
     """A DTensor of the parameter's shape and placements of which this rank holds ``local``.
 

@@ -20,7 +20,7 @@ from autopar.lower.program import WAIT, Program, ProgramInput
 from autopar.plan.records import Plan
 from autopar.runtime.groups import MeshGroups
 from autopar.runtime.module import build_module
-from autopar.runtime.params import ModelState, input_piece, local_piece
+from autopar.runtime.params import ModelState, input_piece, local_of, local_piece
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +125,7 @@ class Step:
             piece = input_piece(tensors[position], entry, self.coordinates, batch_dim)
             values[index] = piece.to(self._device, non_blocking=True)
         for index, parameter in self._parameters:
-            values[index] = parameter.to_local()
+            values[index] = local_of(parameter)
         for index, buffer, entry in self._buffers:
             values[index] = input_piece(buffer, entry, self.coordinates, None)
         results = list(self._run(values))
