@@ -4,7 +4,7 @@
 
 The same as
 
-    autopar plan examples/configs/llama-3-8b.json --cluster h100:8 --batch 64 --seq 8192
+    autopar plan examples/configs/llama-3-8b.json --cluster h100:8 --batch 16 --seq 8192
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CONFIG = Path(__file__).parent / "configs" / "llama-3-8b.json"
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("--nodes", type=int, default=8, help="of 8 H100s each")
-    arguments.add_argument("--batch", type=int, default=64)
+    arguments.add_argument("--batch", type=int, default=16)
     arguments.add_argument("--seq", type=int, default=8192)
     arguments.add_argument("-o", "--output", help="save the plan as JSON")
     given = arguments.parse_args()

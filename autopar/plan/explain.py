@@ -12,8 +12,9 @@ from rich.text import Text
 
 from autopar.errors import PlanError
 from autopar.ir.graph import DTYPE_BYTES
-from autopar.ir.sharding import Mesh, Sharding, Split, max_local_elements
+from autopar.ir.sharding import Mesh, Sharding, Split, max_local_elements, whole
 from autopar.plan.text import (
+    KEY_OPS,
     WIDTH,
     add_grouped,
     add_row,
@@ -150,12 +151,12 @@ _OP = ("module", "op", "reads", "gives")
 def _ops(
     plan: Plan, nodes: Iterable[NodePlan], stage: StagePlan, roots: Sequence[str]
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Ops but those that only pass on the sharding of what they read."""
+    """Key ops, and others unless they only pass on the sharding of what they read."""
     calls: dict[tuple[str, str], int] = {}
     for node in nodes:
         module, op = plan.modules.get(node.name, ""), op_of(node.name)
         calls[module, op] = calls.get((module, op), 0) + 1
-        if not node.operands or set(node.operands) == set(node.outputs):
+        if op not in KEY_OPS and _passes_on(node, stage.mesh):
             continue
         label = node.name if len(roots) == 1 else f"{op} {calls[module, op]}"
         own = "(itself)" if roots == (module,) else _short(module, roots) or "(model)"
@@ -164,6 +165,11 @@ def _ops(
             for shardings in (node.operands, node.outputs)
         )
         yield own, (label, reads, gives)
+
+
+def _passes_on(node: NodePlan, mesh: Mesh) -> bool:
+    """Whether the outputs lie as the operands do, those apart that are whole."""
+    return set(node.operands) - {whole(mesh)} <= set(node.outputs) and len(set(node.outputs)) <= 1
 
 
 def _communication(plan: Plan, roots: Sequence[str]) -> Iterator[RenderableType]:

@@ -115,36 +115,45 @@ def mesh_text(stage: StagePlan) -> str:
 
 
 def axis_roles(stage: StagePlan) -> tuple[str, ...]:
-    """What each mesh axis is used for: ``dp``, ``zero``, ``tp``, joined by commas.
+    """What each mesh axis is used for, in the words people use.
 
-    An axis is ``dp`` where it splits an input and no parameter in use, ``tp`` where parameters are
-    used split, ``zero`` where most of the elements are stored split and used whole.
+    An axis that a hint made has the hint's name. Of the others, ``tp`` splits most of the elements
+    of parameters in use, ``dp`` and ``sp`` split the outer or an inner dim of what the key ops
+    make; ``zero`` is added where most elements are stored split and used whole.
     """
-    found = []
+    return tuple(_roles(stage, axis, given) for axis, given in enumerate(stage.mesh.roles))
+
+
+def _roles(stage: StagePlan, axis: int, given: str) -> str:
     elements = sum(p.type.num_elements for p in stage.parameters)
-    for axis, given in enumerate(stage.mesh.roles):
-        splits = any(_splits(s, axis) for s in stage.inputs.values())
-        used = any(_splits(s, axis) for p in stage.parameters for s in p.used)
-        gathered = sum(
-            p.type.num_elements
-            for p in stage.parameters
-            if _splits(p.stored, axis) and not all(_splits(s, axis) for s in p.used)
-        )
-        roles = [given] if given else ["dp"] * (splits and not used) + ["tp"] * used
-        found.append(", ".join(roles + ["zero"] * (2 * gathered > elements)) or "replicated")
-    return tuple(found)
+    used, gathered = 0, 0
+    for p in stage.parameters:
+        cut = [_split(sharding, axis) is not None for sharding in p.used]
+        used += p.type.num_elements * (bool(cut) and all(cut))
+        gathered += p.type.num_elements * (_split(p.stored, axis) is not None and not all(cut))
+    roles = [given] if given else ["tp"] if 2 * used > elements else _batch_roles(stage, axis)
+    return ", ".join(roles + ["zero"] * (2 * gathered > elements)) or "replicated"
 
 
-def _splits(sharding: Sharding, axis: int) -> bool:
-    return isinstance(sharding[axis], Split)
+def _batch_roles(stage: StagePlan, axis: int) -> list[str]:
+    """Whether an axis splits the outer dim of values, or an inner one."""
+    made = [_split(n.outputs[0], axis) for n in stage.nodes if op_of(n.name) in KEY_OPS]
+    splits = [split for split in made if split is not None]
+    outer = sum(split.dim == 0 and split.outer == 1 for split in splits)
+    return [] if not splits else ["dp"] if 2 * outer >= len(splits) else ["sp"]
+
+
+def _split(sharding: Sharding, axis: int) -> Split | None:
+    found = sharding[axis]
+    return found if isinstance(found, Split) else None
 
 
 # Parameters and modules.
 
 LEGEND = {
     "S": "S0(a): dim 0 is split over axis a",
-    "/": "S0/8(a): each of 8 equal rows of dim 0 is split over a (the inner part of a merged dim)",
-    "P": "P(a): each rank of a holds a term; the value is their sum",
+    "/": "S0/8(a): each of 8 equal rows of dim 0 is split over axis a",
+    "P": "P(a): each rank of axis a holds a term; the value is their sum",
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 from autopar.errors import PlanError
 from autopar.ir.graph import TensorType
 from autopar.ir.sharding import SUM, WHOLE, Mesh, Partial, Sharding, Split
-from autopar.plan.records import ParameterPlan, Plan, StagePlan
+from autopar.plan.records import NodePlan, ParameterPlan, StagePlan
 from autopar.plan.text import axis_roles, bar, hint_text, plan_text
 from autopar.plan.wording import (
     bytes_text,
@@ -88,20 +88,26 @@ def test_a_plan_without_modules_of_collectives_says_so() -> None:
     assert "all_gather" in other.explain()
 
 
-def _roles(plan: Plan, inputs: Sharding, stored: Sharding, used: Sharding) -> tuple[str, ...]:
+def _roles(output: Sharding, stored: Sharding, used: Sharding) -> tuple[str, ...]:
     kind = TensorType((8, 8), "float32")
     parameter = ParameterPlan(name="w", type=kind, stored=stored, used=(used,))
-    mesh = Mesh(("a", "b"), (2, 2))
-    stage = replace(plan.stage, mesh=mesh, inputs={"x": inputs}, parameters=(parameter,))
-    return axis_roles(stage)
+    return axis_roles(
+        StagePlan(
+            mesh=Mesh(("a", "b"), (2, 2), (0, 0), ("", "")),
+            inputs={},
+            parameters=(parameter,),
+            nodes=(NodePlan(name="mm_3", operands=(), outputs=(output,)),),
+            kept={},
+        )
+    )
 
 
 def test_axes_are_called_by_what_they_do() -> None:
-    plan = llama(1)
     s0, s1, r = Split(0, 1, 4), Split(1, 1, 4), WHOLE
-    assert _roles(plan, (s0, r), (r, s0), (r, s0)) == ("dp", "tp")
-    assert _roles(plan, (s0, r), (s1, s0), (r, s0)) == ("dp, zero", "tp")
-    assert _roles(plan, (r, r), (r, s1), (r, r)) == ("replicated", "zero")
+    assert _roles((s0, r), (r, s0), (r, s0)) == ("dp", "tp")
+    assert _roles((s0, r), (s1, s0), (r, s0)) == ("dp, zero", "tp")
+    assert _roles((r, r), (r, s1), (r, r)) == ("replicated", "zero")
+    assert _roles((s0, Split(0, 4, 1)), (r, r), (r, r)) == ("dp", "sp")
 
 
 @pytest.mark.parametrize(
