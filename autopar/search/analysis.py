@@ -6,7 +6,7 @@ which factors come from the batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from autopar.ir.alias import Alias, resolve_aliases
@@ -35,6 +35,9 @@ class Analysis:
         minor: Pieces that every heavy op keeps whole (head widths, image planes): splitting them
             elsewhere would only be undone.
         steady: Nodes that depend on no parameter and no floating-point input.
+        data: Nodes that depend on no parameter: what a prologue may compute over the whole batch.
+        looped: Nodes that a microbatch loop runs: they read parameters and split the batch.
+        behind: Nodes that read what the loop makes and feed nothing back into it.
     """
 
     graph: Graph
@@ -46,6 +49,9 @@ class Analysis:
     sequence: Pieces
     minor: Pieces
     steady: frozenset[str]
+    data: frozenset[str]
+    looped: frozenset[str]
+    behind: frozenset[str]
 
     def root(self, ref: Ref) -> Alias:
         """The value that owns the data of ``ref`` and the views between them."""
@@ -70,16 +76,22 @@ def analyse(
     """
     rules = _rules(graph, extra or {})
     aliases = resolve_aliases(graph, lambda n: n.op not in SOURCE_OPS and rules[n.name].alias)
+    batch = trace_factor(graph, rules, _starts(graph, 0))
+    data = _without(graph, lambda node: node.op == PARAMETER)
+    looped = frozenset(name for name, pieces in batch.items() if pieces and name not in data)
     return Analysis(
         graph=graph,
         rules=rules,
         aliases=aliases,
         folding=fold(graph, aliases, enabled=folded),
         cuts=cut_sets(graph, rules),
-        batch=trace_factor(graph, rules, _starts(graph, 0)),
+        batch=batch,
         sequence=trace_factor(graph, rules, _starts(graph, 1)),
         minor=_minor(graph, rules),
-        steady=_steady(graph),
+        steady=_without(graph, lambda node: node.op == PARAMETER or _is_floating_input(node)),
+        data=data,
+        looped=looped,
+        behind=_behind(graph, looped),
     )
 
 
@@ -148,12 +160,27 @@ def _pieces_of_heavy(
     return found
 
 
-def _steady(graph: Graph) -> frozenset[str]:
-    """Nodes computed from ids, positions and constants alone."""
+def _is_floating_input(node: Node) -> bool:
+    return node.op == INPUT and node.outputs[0].is_floating
+
+
+def _without(graph: Graph, is_source: Callable[[Node], bool]) -> frozenset[str]:
+    """Nodes that depend on none of the chosen sources."""
     moving: set[str] = set()
     for node in graph.nodes:
-        if node.op == PARAMETER or (node.op == INPUT and node.outputs[0].is_floating):
-            moving.add(node.name)
-        elif any(ref.node in moving for ref in node.operands):
+        if is_source(node) or any(ref.node in moving for ref in node.operands):
             moving.add(node.name)
     return frozenset(n.name for n in graph.nodes if n.name not in moving)
+
+
+def _behind(graph: Graph, looped: frozenset[str]) -> frozenset[str]:
+    """Nodes that depend on looped ones and that no looped one depends on."""
+    after: set[str] = set()
+    for node in graph.nodes:
+        if any(ref.node in looped or ref.node in after for ref in node.operands):
+            after.add(node.name)
+    feeding: set[str] = set(looped)
+    for node in reversed(graph.nodes):
+        if node.name in feeding:
+            feeding.update(ref.node for ref in node.operands)
+    return frozenset(after - feeding)

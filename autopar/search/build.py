@@ -7,8 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.cost.node import NodeCost, local_bytes
-from autopar.cost.reshard import CollectiveSeconds, Step, replaced, step_kind, step_s
-from autopar.errors import HintError
+from autopar.cost.reshard import (
+    ALL_REDUCE,
+    SLICE,
+    Step,
+    replaced,
+    step_kind,
+    step_s,
+)
+from autopar.errors import HintError, UnsupportedError
 from autopar.ir.alias import Alias, through
 from autopar.ir.graph import (
     DTYPE_BYTES,
@@ -163,6 +170,11 @@ class _Builder:
         legal = [s for s in found if self._reachable(node, s)]
         partial = [self._can_be_partial(names, port) for port in range(len(types))]
         kept = useful_partials(rule, self.roles.required(node, legal), partial)
+        if not kept and self.mesh.time_axis is not None:
+            raise UnsupportedError(
+                f"cannot run {self.mesh.microbatches} microbatches: {node.op!r} in {node.source} "
+                "needs the whole batch in the middle of the step; use hint.microbatches(1)"
+            )
         if not kept:
             raise HintError(
                 f"cannot shard {node.op!r} in {node.source}: the hints on its parameters leave "
@@ -322,7 +334,7 @@ class _Builder:
             (backward if crosses else forward).append(need)
         if not (forward or backward or fixed):
             return None
-        arcs = self._arcs(layouts, len(group))
+        arcs = self._arcs(layouts, len(group), self._time_arcs(root))
         size = [local_bytes(layouts.kind, s) * len(group) for s in layouts.index]
         return (
             Value(
@@ -374,7 +386,12 @@ class _Builder:
                     found |= {n for s, n in layouts.index.items() if s[axis] == WHOLE}
         return frozenset(found)
 
-    def _arcs(self, layouts: _Layouts, count: int) -> tuple[Arc, ...]:
+    def _time_arcs(self, root: Ref) -> str:
+        """How a value may change on the time axis: what the loop makes is accumulated behind it,
+        everything else is read a microbatch at a time."""
+        return ALL_REDUCE if self.roles.made_in_loop(root) else SLICE
+
+    def _arcs(self, layouts: _Layouts, count: int, in_time: str) -> tuple[Arc, ...]:
         """Useful changes of layout, adding the layouts between."""
         kind = layouts.kind
         known = list(layouts.index)
@@ -392,6 +409,8 @@ class _Builder:
                     head = layouts.index.get(after)
                     what = None if head is None else step_kind(kind.shape, before, after, axis)
                     if what is None or head is None:
+                        continue
+                    if axis == self.mesh.time_axis and what != in_time:
                         continue
                     step = Step(what, axis, before, after)
                     seconds = step_s(kind, step, self.mesh, self.cost.collective_s)

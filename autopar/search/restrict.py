@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cached_property
 
 from autopar.hint import Replicate, Shard
-from autopar.ir.graph import PARAMETER, Node
-from autopar.ir.sharding import WHOLE, Mesh, Sharding, Split, Whole
+from autopar.ir.graph import PARAMETER, Node, Ref
+from autopar.ir.sharding import TIME, WHOLE, Mesh, Partial, Sharding, Split, Whole
 from autopar.rules.notation import Rule
 from autopar.rules.strategies import Strategy
 from autopar.search.analysis import Analysis
@@ -54,7 +55,7 @@ class RoleFilter:
         if not role:
             return True
         batch = self._within(self._analysis.batch, node, factor, outer, block, ranks, size)
-        if role == BATCH:
+        if role in (BATCH, TIME):
             return batch
         if role == CONTEXT:
             sequence = self._analysis.sequence
@@ -67,6 +68,9 @@ class RoleFilter:
         if not self._any:
             return left
         for axis, role in enumerate(self._mesh.roles):
+            if role == TIME:
+                left = self._in_time(node, left, axis)
+                continue
             if role == BATCH:
                 using = tuple(s for s in left if _splits(s, axis))
             elif role == TENSOR:
@@ -75,6 +79,44 @@ class RoleFilter:
                 continue
             left = using or left
         return left
+
+    def _in_time(
+        self, node: Node, strategies: Sequence[Strategy], axis: int
+    ) -> tuple[Strategy, ...]:
+        """The strategies that a microbatch loop can run.
+
+        What the loop makes is read in the loop as it is, a microbatch at a time; only nodes behind
+        the loop read it joined. What depends on the batch alone is made whole, or a microbatch at
+        a time, never in parts.
+        """
+        analysis = self._analysis
+        looped = node.name in analysis.looped
+        left = [s for s in strategies if not looped or _splits(s, axis)]
+        if node.name in analysis.data:
+            return tuple(s for s in left if not _is_partial(s, axis))
+        if node.name in analysis.behind:
+            return tuple(left)
+        made = [self.made_in_loop(ref) for ref in node.operands]
+        return tuple(
+            s
+            for s in left
+            if all(
+                not own or s.operands[port][axis] != WHOLE for port, own in enumerate(made)
+            )
+        )
+
+    def made_in_loop(self, ref: Ref) -> bool:
+        """Whether a value depends on looped nodes."""
+        name = self._analysis.root(ref).root.node
+        return name in self._analysis.looped or name in self._after_loop
+
+    @cached_property
+    def _after_loop(self) -> frozenset[str]:
+        found: set[str] = set()
+        for node in self._analysis.graph.nodes:
+            if any(r.node in found or r.node in self._analysis.looped for r in node.operands):
+                found.add(node.name)
+        return frozenset(found)
 
     def _splits_parameter(self, node: Node, strategy: Strategy, axis: int) -> bool:
         analysis = self._analysis
@@ -112,6 +154,10 @@ class RoleFilter:
 
 def _splits(strategy: Strategy, axis: int) -> bool:
     return any(isinstance(s[axis], Split) for s in (*strategy.operands, *strategy.outputs))
+
+
+def _is_partial(strategy: Strategy, axis: int) -> bool:
+    return any(isinstance(s[axis], Partial) for s in (*strategy.operands, *strategy.outputs))
 
 
 def matching(pattern: str, name: str) -> bool:

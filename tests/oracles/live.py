@@ -3,69 +3,52 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
-from autopar.ir.graph import Ref
 from autopar.lower.program import Program
+from autopar.runtime.measure import LiveBytes
 from autopar.runtime.module import AxisGroup, build_module
 from tests.oracles.lockstep import piece
 
 _REDUCE = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
 
 
-class LiveBytes(TorchDispatchMode):
-    """Bytes of storages that ops made and that are still alive.
+class RecordedBytes(LiveBytes):
+    """Live bytes after every op that made a storage.
 
     Attributes:
-        now: Bytes; ``peak`` the most at once.
-        history: (op, ``now``) after every op that made a storage.
+        history: (op, bytes alive).
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.peak = 0
         self.history: list[tuple[str, int]] = []
-        self._alive: dict[int, int] = {}
-        self._given: set[int] = set()
-
-    def ignore(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Do not count these tensors, nor views of them."""
-        self._given |= {t.untyped_storage()._cdata for t in tensors}
+        self._num_made = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.add(str(func), result)
+        before = self._num_made
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if self._num_made > before:
+            self.history.append((str(func), self.live_bytes))
         return result
 
-    def add(self, name: str, result: Any) -> None:
-        """Count what an op returned."""
-        tensors = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
-        if any([self._add(t.untyped_storage()) for t in tensors]):
-            self.history.append((name, self.now))
+    def add(self, name: str, result: torch.Tensor) -> None:
+        """Count what a collective returned."""
+        self._see(result, made=True)
+        self.history.append((name, self.live_bytes))
 
-    def _add(self, storage: torch.UntypedStorage) -> bool:
-        key = storage._cdata
-        if key in self._alive or key in self._given:
-            return False
-        self._alive[key] = storage.nbytes()
-        self.now += storage.nbytes()
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._free, key)
-        return True
-
-    def _free(self, key: int) -> None:
-        self.now -= self._alive.pop(key)
+    def _see(self, tensor: torch.Tensor, made: bool) -> None:
+        self._num_made += made and tensor.untyped_storage()._cdata not in self._known
+        super()._see(tensor, made)
 
 
 def counted_peaks(
     programs: Sequence[Program], tensors: Mapping[str, torch.Tensor]
-) -> tuple[list[LiveBytes], list[tuple[torch.Tensor, ...]]]:
+) -> tuple[list[RecordedBytes], list[tuple[torch.Tensor, ...]]]:
     """Live bytes of every rank while the programs' FX modules run, a thread a rank.
 
     Args:
@@ -73,7 +56,7 @@ def counted_peaks(
         tensors: Whole tensor of every program input, by input name.
     """
     exchange = _Exchange(programs)
-    counts = [LiveBytes() for _ in programs]
+    counts = [RecordedBytes() for _ in programs]
     results: list[Any] = [None] * len(programs)
     errors: list[BaseException] = []
 
@@ -87,7 +70,6 @@ def counted_peaks(
             if str(node.target).startswith("_c10d_functional"):
                 node.target = exchange.function(rank, counts[rank], str(node.target))
         module.recompile()
-        counts[rank].ignore(values)
         try:
             with torch.no_grad(), counts[rank]:
                 results[rank] = module.forward(*values)
@@ -114,7 +96,7 @@ class _Exchange:
         self.slots: list[Any] = [None] * len(programs)
         self.held: list[dict[int, torch.Tensor]] = [{} for _ in programs]
 
-    def function(self, rank: int, count: LiveBytes, target: str) -> Callable[..., Any]:
+    def function(self, rank: int, count: RecordedBytes, target: str) -> Callable[..., Any]:
         op = target.split(".")[1]
 
         def wait_tensor(value: torch.Tensor) -> torch.Tensor:
@@ -149,5 +131,3 @@ class _Exchange:
         assert op == "reduce_scatter_tensor", op
         return total.chunk(len(parts))[where[axis]].clone()
 
-
-__all__ = ["LiveBytes", "Ref", "counted_peaks"]

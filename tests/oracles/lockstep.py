@@ -10,10 +10,12 @@ from autopar.capture.ops import resolve, to_torch
 from autopar.ir.graph import Ref
 from autopar.ir.sharding import Mesh, Sharding, dim_splits, local_indices
 from autopar.lower.program import (
+    ACCUMULATE,
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
     COLLECTIVES,
+    MICROBATCH,
     REDUCE_SCATTER,
     WAIT,
     Program,
@@ -49,24 +51,38 @@ def join(
     return whole
 
 
-def run_lockstep(
-    programs: Sequence[Program], tensors: Mapping[str, torch.Tensor]
-) -> list[dict[Ref, torch.Tensor]]:
+Env = dict[Ref, torch.Tensor]
+"""Values of one rank."""
+
+
+def start(programs: Sequence[Program], tensors: Mapping[str, torch.Tensor]) -> list[Env]:
+    """What enters every rank's program."""
+    envs: list[Env] = []
+    for program in programs:
+        env: Env = {}
+        for item in program.inputs:
+            local = piece(tensors[item.name], item.sharding, program.coordinates)
+            assert tuple(local.shape) == item.local_type.shape
+            env[Ref(item.name)] = local
+        envs.append(env)
+    return envs
+
+
+def run_lockstep(programs: Sequence[Program], tensors: Mapping[str, torch.Tensor]) -> list[Env]:
     """Values of every rank after its program.
 
     Args:
         programs: One a rank, in rank order.
         tensors: Whole tensor of every program input, by input name.
     """
+    envs = start(programs, tensors)
+    run_instructions(programs, envs)
+    return envs
+
+
+def run_instructions(programs: Sequence[Program], envs: list[Env]) -> None:
+    """Run the instructions of every rank on its values."""
     mesh = programs[0].mesh
-    envs: list[dict[Ref, torch.Tensor]] = []
-    for program in programs:
-        env: dict[Ref, torch.Tensor] = {}
-        for item in program.inputs:
-            local = piece(tensors[item.name], item.sharding, program.coordinates)
-            assert tuple(local.shape) == item.local_type.shape
-            env[Ref(item.name)] = local
-        envs.append(env)
     at = [0] * len(programs)
     while True:
         for rank, program in enumerate(programs):
@@ -77,13 +93,22 @@ def run_lockstep(
                 _local(program, at[rank], envs[rank])
                 at[rank] += 1
         if all(a == len(p.instructions) for a, p in zip(at, programs, strict=True)):
-            return envs
+            return
         _collective(programs, at, envs, mesh)
         at = [a + 1 for a in at]
 
 
 def _local(program: Program, at: int, env: dict[Ref, torch.Tensor]) -> None:
     instruction = program.instructions[at]
+    if instruction.op == MICROBATCH:
+        rows, (chunk, own) = env[instruction.operands[0]], instruction.args[1:]
+        assert isinstance(chunk, int) and isinstance(own, int)
+        begin = int(env[Ref("#microbatch")]) * chunk
+        env[Ref(instruction.name)] = rows[:, begin : begin + own].contiguous()
+        return
+    if instruction.op == ACCUMULATE:
+        env[Ref(instruction.name)] = env[instruction.operands[0]]
+        return
     if instruction.op == WAIT:
         env[Ref(instruction.name)] = env[instruction.operands[0]]
         return

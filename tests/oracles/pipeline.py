@@ -19,6 +19,21 @@ from autopar.lower.spmd import lower
 from autopar.plan.records import StagePlan
 from autopar.search.analysis import Analysis
 from tests.oracles.lockstep import join, run_lockstep
+from tests.oracles.microbatches import run_microbatches
+
+
+def variants_of(
+    analysis: Analysis, stage: StagePlan, collective_s: Callable[[str, int, int], float]
+) -> list[list[Program]]:
+    """For every microbatch, the program of every rank."""
+    mesh = stage.mesh
+    return [
+        [
+            lower(analysis.graph, analysis.rules, stage, (*mesh.coordinates(r), m), collective_s)
+            for r in range(mesh.num_ranks)
+        ]
+        for m in range(mesh.microbatches)
+    ]
 
 
 def programs_of(
@@ -51,7 +66,7 @@ def assert_exact(
     batch: Any,
     loss: Callable[..., Any],
     analysis: Analysis,
-    programs: Sequence[Program],
+    programs: Sequence[Program] | Sequence[Sequence[Program]],
     captured: Any,
     tolerance: float = 1e-5,
 ) -> None:
@@ -69,7 +84,11 @@ def assert_exact(
     )
     for node in graph.sources("constant"):
         values[node.name] = captured.constants[node.target]
-    envs = run_lockstep(programs, values)
+    if isinstance(programs[0], Program):
+        envs = run_lockstep(programs, values)
+    else:
+        envs = run_microbatches(programs, values)
+        programs = programs[0]
     assert graph.loss is not None
     for program, env in zip(programs, envs, strict=True):
         assert program.loss is not None
@@ -89,4 +108,4 @@ def assert_exact(
         assert error <= tolerance * scale, (name, error, scale)
 
 
-__all__ = ["Hint", "Mesh", "Ref", "assert_exact", "capture_step", "eager", "programs_of"]
+__all__ = ["Hint", "Mesh", "Ref", "assert_exact", "capture_step", "eager", "programs_of", "variants_of"]

@@ -1,0 +1,69 @@
+"""Programs of several microbatches equal one process, with data and tensor parallel ranks inside."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.capture import capture_step
+from autopar.cost.node import NodeCost, axis_seconds
+from autopar.errors import UnsupportedError
+from autopar.ir.sharding import Mesh
+from autopar.lower.program import ACCUMULATE, MICROBATCH, Section
+from autopar.search.analysis import analyse
+from autopar.search.build import Built as BuiltProblem
+from autopar.search.build import StateBytes, build_problem, decode
+from autopar.search.intra import solve
+from autopar.search.restrict import Restrictions
+from cost_models.cluster import Cluster
+from tests.oracles.models import MODELS, Built, mlp
+from tests.oracles.pipeline import assert_exact, variants_of
+
+MESHES = {
+    "one rank": Mesh(("a",), (1,)),
+    "dp": Mesh(("dp",), (2,), roles=("dp",)),
+    "tp": Mesh(("tp",), (2,), roles=("tp",)),
+    "free": Mesh(("a", "b"), (2, 2)),
+}
+
+
+def exact(built: Built, mesh: Mesh) -> BuiltProblem:
+    model, batch, loss = built
+    captured = capture_step(model, batch, loss, grad=True)
+    analysis = analyse(captured.graph)
+    cluster = Cluster.local(mesh.num_ranks)
+    cost = NodeCost(cluster.device(0), mesh, axis_seconds(cluster, mesh))
+    states = StateBytes(per_element=8.0, update_bytes_per_s=1e9)
+    problem = build_problem(analysis, mesh, cost, states, Restrictions())
+    stage = decode(problem, analysis, solve(problem.problem))
+    variants = variants_of(analysis, stage, cost.collective_s)
+    for instruction in variants[0][0].instructions:
+        if instruction.op == ACCUMULATE:
+            assert instruction.section is Section.EPILOGUE
+        if instruction.op == MICROBATCH:
+            assert instruction.section in (Section.FORWARD, Section.BACKWARD)
+    assert_exact(*built, analysis, variants, captured)
+    return problem
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", MODELS)
+def test_two_microbatches_are_exact(name: str, mesh: str) -> None:
+    exact(MODELS[name](), MESHES[mesh].with_time(2))
+
+
+@pytest.mark.parametrize(("batch_size", "microbatches"), [(8, 4), (7, 2), (7, 3), (5, 3), (3, 3)])
+def test_uneven_microbatches_are_exact(batch_size: int, microbatches: int) -> None:
+    exact(mlp(batch_size), MESHES["one rank"].with_time(microbatches))
+
+
+def test_a_step_that_needs_the_whole_batch_is_refused_by_name() -> None:
+    import torch
+
+    model, batch, _ = mlp()
+
+    def contrastive(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        out = torch.nn.functional.normalize(model(batch["x"]), dim=-1)
+        return torch.nn.functional.cross_entropy(out @ out.T, torch.arange(8))
+
+    with pytest.raises(UnsupportedError, match="needs the whole batch"):
+        exact((model, batch, contrastive), MESHES["one rank"].with_time(2))
