@@ -1,19 +1,25 @@
 """The program without tensors: its seconds and its live bytes.
 
-One clock for compute and one for the collectives of each mesh axis. A collective starts when its
-operand is ready and its axis is free; compute stops at a wait until it is done. Live bytes are
-counted by storage: views share, an instruction's results are allocated before its operands are
-released, and a value is released after its last reader.
+One clock for compute, one for the collectives of each mesh axis, one for the host that issues ops.
+A kernel starts when the one before it is done and the host has issued it; a collective starts when
+what it reads is ready and its axis is free; compute stops at a wait until it is done. While compute
+and a collective share the device, both are slowed. What a program takes is then exactly
+
+    seconds = compute + slowed + exposed + host
+
+with every second of the compute stream in one of the four.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from autopar.cost.kernel import KernelSeconds, is_causal, kernel_seconds
 from autopar.cost.reshard import CollectiveSeconds
-from autopar.ir.graph import Phase, Ref
+from autopar.ir.graph import Ref, TensorType
+from autopar.lower.live import Storages, kinds_at, live_bytes, storages
 from autopar.lower.program import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -24,6 +30,8 @@ from autopar.lower.program import (
     Instruction,
     Program,
 )
+from cost_models.cluster import Device
+from cost_models.overlap import Slowdown, compute_collective
 
 _KINDS = {
     ALL_REDUCE: "all_reduce",
@@ -32,8 +40,32 @@ _KINDS = {
     ALL_TO_ALL: "all_to_all",
 }
 
-InstructionSeconds = Callable[[Instruction, int], float]
-"""Seconds of a compute instruction: (instruction, bytes it reads and writes)."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prices:
+    """What the parts of a program take.
+
+    Attributes:
+        kernel_s: Seconds of a local kernel.
+        collective_s: Seconds of a collective.
+        slowdown: Of compute and a collective that share the device.
+        host_op_s: Seconds of the host to issue one op.
+    """
+
+    kernel_s: KernelSeconds
+    collective_s: CollectiveSeconds
+    slowdown: Slowdown
+    host_op_s: float
+
+
+def prices(device: Device, collective_s: CollectiveSeconds) -> Prices:
+    """Prices of programs that run eagerly on a device."""
+    return Prices(
+        kernel_s=kernel_seconds(device),
+        collective_s=collective_s,
+        slowdown=compute_collective(device.kind),
+        host_op_s=device.host_op_s,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +86,12 @@ class Simulation:
 
     Attributes:
         seconds: From its first instruction to its last.
-        compute_s: Of its compute instructions.
-        communication_s: Of its collectives.
-        exposed_s: Compute idle in waits.
+        compute_s: Of its kernels, alone on the device.
+        communication_s: Of its collectives, alone on the device.
+        exposed_s: Compute idle in waits and at the end.
+        slowed_s: Added to kernels by collectives beside them.
+        host_s: Compute idle because the host has not issued the next op yet.
+        num_launched: Kernels and collectives issued.
         peak_bytes: Most bytes live at once, without what enters the program.
         peak_at: Index of the instruction at the peak.
         saved_bytes: At the peak, bytes made in the forward that the backward reads.
@@ -69,6 +104,9 @@ class Simulation:
     compute_s: float
     communication_s: float
     exposed_s: float
+    slowed_s: float
+    host_s: float
+    num_launched: int
     peak_bytes: int
     peak_at: int
     saved_bytes: int
@@ -77,30 +115,32 @@ class Simulation:
     collectives: tuple[CollectiveUse, ...]
 
 
-def simulate(
-    program: Program, instruction_s: InstructionSeconds, collective_s: CollectiveSeconds
-) -> Simulation:
+def simulate(program: Program, cost: Prices) -> Simulation:
     """Seconds and live bytes of a program.
 
     Args:
         program: What one rank runs.
-        instruction_s: Prices compute.
-        collective_s: Prices collectives.
+        cost: What its parts take.
     """
-    clock = _Clock(program, instruction_s, collective_s)
+    memory = storages(program)
+    clock = _Clock(program, cost, memory)
     for instruction in program.instructions:
         clock.run(instruction)
-    live = live_bytes(program)
+    clock.drain()
+    live = live_bytes(program, memory)
     peak_at = max(range(len(live)), key=live.__getitem__, default=0)
-    saved, gradients = _kinds_at(program, peak_at)
+    saved, gradients = kinds_at(program, memory, peak_at)
     entered: Counter[str] = Counter()
     for item in program.inputs:
         entered[item.kind] += item.local_type.num_bytes
     return Simulation(
-        seconds=max([clock.now, *clock.free.values()]),
+        seconds=clock.now,
         compute_s=clock.compute_s,
         communication_s=clock.communication_s,
         exposed_s=clock.exposed_s,
+        slowed_s=clock.slowed_s,
+        host_s=clock.host_s,
+        num_launched=clock.num_launched,
         peak_bytes=live[peak_at] if live else 0,
         peak_at=peak_at,
         saved_bytes=saved,
@@ -110,39 +150,76 @@ def simulate(
     )
 
 
+@dataclass(slots=True)
+class _Running:
+    """A collective that was issued: its result and the seconds of it that are left."""
+
+    ref: Ref
+    left_s: float
+
+
 class _Clock:
     """Runs instructions on the clocks."""
 
-    def __init__(
-        self,
-        program: Program,
-        instruction_s: InstructionSeconds,
-        collective_s: CollectiveSeconds,
-    ) -> None:
-        self.types = {Ref(item.name): item.local_type for item in program.inputs}
-        self.instruction_s = instruction_s
-        self.collective_s = collective_s
-        self.now = 0.0
-        self.free: dict[int, float] = {}
-        self.done: dict[Ref, float] = {}
-        self.compute_s = self.communication_s = self.exposed_s = 0.0
+    def __init__(self, program: Program, cost: Prices, memory: Storages) -> None:
+        self.types: dict[Ref, TensorType] = {Ref(i.name): i.local_type for i in program.inputs}
+        self.cost = cost
+        self.copies = memory.copies
+        self.now = self.issued_s = 0.0
+        self.compute_s = self.communication_s = 0.0
+        self.exposed_s = self.slowed_s = self.host_s = 0.0
+        self.num_launched = 0
+        self._queues: dict[int, deque[_Running]] = {}
+        self._pending: dict[Ref, int] = {}
         self._uses: dict[tuple[str, int, str], list[float]] = {}
 
     def run(self, instruction: Instruction) -> None:
         for index, kind in enumerate(instruction.outputs):
             self.types[Ref(instruction.name, index)] = kind
-        if instruction.op in COLLECTIVES:
+        if instruction.op == WAIT:
+            self._wait(instruction.operands[0])
+        elif instruction.op in COLLECTIVES:
+            self._issue()
             self._start(instruction)
-        elif instruction.op == WAIT:
-            until = self.done[instruction.operands[0]]
-            self.exposed_s += max(0.0, until - self.now)
-            self.now = max(self.now, until)
-        elif not instruction.view:
-            moved = sum(self.types[ref].num_bytes for ref in instruction.operands)
-            moved += sum(kind.num_bytes for kind in instruction.outputs)
-            seconds = self.instruction_s(instruction, moved)
-            self.compute_s += seconds
-            self.now += seconds
+        elif not instruction.view or instruction.name in self.copies:
+            self._issue()
+            self._compute(instruction)
+
+    def drain(self) -> None:
+        """Let every collective end."""
+        for ref in list(self._pending):
+            self._wait(ref)
+
+    def _issue(self) -> None:
+        """The host issues an op; the device idles until it has, collectives go on."""
+        self.num_launched += 1
+        self.issued_s += self.cost.host_op_s
+        late = self.issued_s - self.now
+        if late > 0:
+            self.host_s += late
+            self._pass(late)
+
+    def _compute(self, instruction: Instruction) -> None:
+        seconds = self.cost.kernel_s(
+            instruction.op,
+            tuple(self.types[ref] for ref in instruction.operands),
+            instruction.outputs,
+            is_causal(instruction.op, instruction.args),
+            instruction.flops,
+        )
+        self.compute_s += seconds
+        slow = self.cost.slowdown
+        left = seconds
+        while left > 0 and self._pending:
+            shortest = min(queue[0].left_s for queue in self._queues.values() if queue)
+            step = min(left * slow.first, shortest * slow.second)
+            self.now += step
+            self.slowed_s += step - step / slow.first
+            self._advance(step / slow.second)
+            left -= step / slow.first
+            if left <= seconds * 1e-12:
+                left = 0.0
+        self.now += left
 
     def _start(self, instruction: Instruction) -> None:
         axis = instruction.args[1]
@@ -150,95 +227,41 @@ class _Clock:
         size = self.types[instruction.operands[0]].num_bytes
         full = max(size, instruction.outputs[0].num_bytes)
         kind = _KINDS[instruction.op]
-        seconds = self.collective_s(kind, full, axis)
-        end = max(self.now, self.free.get(axis, 0.0)) + seconds
-        self.free[axis] = self.done[Ref(instruction.name)] = end
+        seconds = self.cost.collective_s(kind, full, axis)
         self.communication_s += seconds
         use = self._uses.setdefault((kind, axis, instruction.purpose), [0, 0, 0.0])
         use[0] += 1
         use[1] += full
         use[2] += seconds
+        if seconds > 0:
+            ref = Ref(instruction.name)
+            self._queues.setdefault(axis, deque()).append(_Running(ref, seconds))
+            self._pending[ref] = axis
+
+    def _wait(self, ref: Ref) -> None:
+        while ref in self._pending:
+            queue = self._queues[self._pending[ref]]
+            step = queue[0].left_s
+            self.exposed_s += step
+            self._pass(step)
+
+    def _pass(self, seconds: float) -> None:
+        """Time without compute."""
+        self.now += seconds
+        self._advance(seconds)
+
+    def _advance(self, seconds: float) -> None:
+        """Every axis works on its collectives for so many seconds of theirs."""
+        for queue in self._queues.values():
+            left = seconds
+            while queue and left >= queue[0].left_s - 1e-15:
+                left -= queue[0].left_s
+                del self._pending[queue.popleft().ref]
+            if queue and left > 0:
+                queue[0].left_s -= left
 
     def uses(self) -> tuple[CollectiveUse, ...]:
         return tuple(
             CollectiveUse(kind, axis, purpose, int(count), int(size), seconds)
             for (kind, axis, purpose), (count, size, seconds) in sorted(self._uses.items())
         )
-
-
-def storages(program: Program) -> Mapping[Ref, Ref]:
-    """The value whose storage each value of the program lies in."""
-    owner = {Ref(item.name): Ref(item.name) for item in program.inputs}
-    for instruction in program.instructions:
-        for index in range(len(instruction.outputs)):
-            ref = Ref(instruction.name, index)
-            owner[ref] = owner[instruction.operands[0]] if instruction.view else ref
-    return owner
-
-
-def last_reads(program: Program, owner: Mapping[Ref, Ref]) -> Mapping[Ref, int]:
-    """Index of the last instruction that reads each storage; results are read at the end.
-
-    A collective reads its operand until it is waited for.
-    """
-    last: dict[Ref, int] = {}
-    sends: dict[str, Ref] = {}
-    for at, instruction in enumerate(program.instructions):
-        for ref in instruction.operands:
-            last[owner[ref]] = at
-        if instruction.op in COLLECTIVES:
-            sends[instruction.name] = instruction.operands[0]
-        elif instruction.op == WAIT:
-            last[owner[sends[instruction.operands[0].node]]] = at
-        for index in range(len(instruction.outputs)):
-            last.setdefault(owner[Ref(instruction.name, index)], at)
-    for ref in program.results:
-        last[owner[ref]] = len(program.instructions)
-    return last
-
-
-def live_bytes(program: Program) -> list[int]:
-    """Bytes live while each instruction runs, without what enters the program."""
-    owner = storages(program)
-    last = last_reads(program, owner)
-    entered = {Ref(item.name) for item in program.inputs}
-    sizes: dict[Ref, int] = {}
-    ends: dict[int, list[Ref]] = {}
-    now = 0
-    found = []
-    for at, instruction in enumerate(program.instructions):
-        for index, kind in enumerate(instruction.outputs):
-            ref = Ref(instruction.name, index)
-            if owner[ref] == ref:
-                sizes[ref] = kind.num_bytes
-                now += kind.num_bytes
-                ends.setdefault(last[ref], []).append(ref)
-        found.append(now)
-        for ref in ends.pop(at, ()):
-            if ref not in entered:
-                now -= sizes[ref]
-    return found
-
-
-def _kinds_at(program: Program, at: int) -> tuple[int, int]:
-    """Bytes at an instruction that were saved in the forward, and of finished gradients."""
-    owner = storages(program)
-    last = last_reads(program, owner)
-    finished = {owner[ref] for ref in program.gradients.values()}
-    saved = gradients = 0
-    for made, instruction in enumerate(program.instructions[: at + 1]):
-        for index, kind in enumerate(instruction.outputs):
-            ref = Ref(instruction.name, index)
-            if owner[ref] != ref or last[ref] < at:
-                continue
-            if ref in finished:
-                gradients += kind.num_bytes
-            elif instruction.phase is Phase.FORWARD and _read_late(program, last[ref], made):
-                saved += kind.num_bytes
-    return saved, gradients
-
-
-def _read_late(program: Program, last: int, made: int) -> bool:
-    if last >= len(program.instructions):
-        return True
-    return program.instructions[last].phase is Phase.BACKWARD and made < last

@@ -10,15 +10,16 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
-from autopar.cost.node import NodeCost, axis_seconds
+from autopar.cost.node import NodeCost, axis_seconds, update_bytes_per_s
 from autopar.errors import InfeasibleError, SearchTimeoutError
 from autopar.hint import Hint
 from autopar.ir.graph import INPUT, Graph
 from autopar.ir.sharding import Mesh, Split
-from autopar.lower.program import Instruction, Program
-from autopar.lower.simulate import Simulation, simulate
+from autopar.lower.overlap import overlap
+from autopar.lower.program import Program
+from autopar.lower.ranks import distinct_coordinates
+from autopar.lower.simulate import Simulation, prices, simulate
 from autopar.lower.spmd import lower
 from autopar.plan.records import (
     CollectivePlan,
@@ -35,7 +36,6 @@ from autopar.search.intra import solve
 from autopar.search.outer import meshes
 from autopar.search.problem import Solution
 from cost_models.cluster import Cluster
-from cost_models.compute import op_s
 
 ROUNDS = 6
 """Times a mesh is solved again with a tighter memory limit."""
@@ -135,7 +135,7 @@ def _try_mesh(
     cost = NodeCost(request.cluster.device(0), mesh, axis_seconds(request.cluster, mesh))
     states = StateBytes(
         per_element=request.state_bytes_per_element,
-        update_bytes_per_s=request.cluster.device(0).memory_bytes_per_s,
+        update_bytes_per_s=update_bytes_per_s(request.cluster.device(0)),
     )
     built = build_problem(
         analysis,
@@ -188,42 +188,25 @@ def _least_bytes(built: Built, time_limit_s: float) -> float:
 def evaluate(
     analysis: Analysis, request: Request, cost: NodeCost, built: Built, solution: Solution
 ) -> Candidate:
-    """Lower a solution for the rank that holds most, and simulate it."""
+    """Lower a solution for every distinct rank, and simulate what they run.
+
+    The step is that of the slowest rank; the memory that of the rank that holds most.
+    """
     stage = decode(built, analysis, solution)
-    program = lower(
-        analysis.graph,
-        analysis.rules,
-        stage,
-        (0,) * len(built.mesh.sizes),
-        cost.collective_s,
-    )
-    simulation = simulate(program, instruction_seconds(request.cluster, program), cost.collective_s)
-    memory = predicted_memory(program, simulation, request.state_bytes_per_element)
-    moved = 2 * (memory.parameters_bytes + memory.optimizer_bytes) + _gradient_bytes(program)
-    update_s = moved / request.cluster.device(0).memory_bytes_per_s
-    return Candidate(built.mesh, built, solution, stage, simulation, memory, update_s)
-
-
-def instruction_seconds(cluster: Cluster, program: Program) -> _InstructionSeconds:
-    """Prices compute instructions of a program on the cluster's device."""
-    return _InstructionSeconds(cluster, program)
-
-
-class _InstructionSeconds:
-    """Seconds of instructions, remembered by what decides them."""
-
-    def __init__(self, cluster: Cluster, program: Program) -> None:
-        self._device = cluster.device(0)
-        self._cached = lru_cache(maxsize=1 << 14)(self._seconds)
-
-    def __call__(self, instruction: Instruction, moved: int) -> float:
-        kind = "memory"
-        if instruction.flops:
-            kind = "attention" if instruction.op.startswith("autopar.attention") else "matmul"
-        return self._cached(kind, instruction.flops, moved, instruction.outputs[0].dtype)
-
-    def _seconds(self, kind: str, flops: int, moved: int, dtype: str) -> float:
-        return op_s(self._device, kind=kind, flops=flops, bytes_moved=moved, dtype=dtype)
+    device = request.cluster.device(0)
+    priced = prices(device, cost.collective_s)
+    found: list[tuple[Simulation, Memory, float]] = []
+    for coordinates in distinct_coordinates(analysis.graph, stage):
+        program = overlap(
+            lower(analysis.graph, analysis.rules, stage, coordinates, cost.collective_s)
+        )
+        simulation = simulate(program, priced)
+        memory = predicted_memory(program, simulation, request.state_bytes_per_element)
+        moved = 2 * (memory.parameters_bytes + memory.optimizer_bytes) + _gradient_bytes(program)
+        found.append((simulation, memory, moved / update_bytes_per_s(device)))
+    slowest, _, update_s = max(found, key=lambda item: item[0].seconds + item[2])
+    fullest = max((memory for _, memory, _ in found), key=lambda memory: memory.total_bytes)
+    return Candidate(built.mesh, built, solution, stage, slowest, fullest, update_s)
 
 
 def predicted_memory(

@@ -130,4 +130,3 @@ class _Exchange:
             return total.contiguous()
         assert op == "reduce_scatter_tensor", op
         return total.chunk(len(parts))[where[axis]].clone()
-

@@ -1,0 +1,101 @@
+"""Seconds of one local kernel, from its op and the types of what it reads and writes.
+
+The search prices a node under a strategy and the simulator an instruction with this one function,
+so they agree wherever they mean the same kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+from autopar.ir.graph import Arg, TensorType
+from cost_models.cluster import Device
+from cost_models.compute import Attention, Kind, attention_s, matmul_s, op_s
+
+_PRODUCTS = frozenset({"aten.mm.default", "aten.bmm.default", "aten.addmm.default"})
+_LOOKUPS = frozenset(
+    {
+        "aten.embedding.default",
+        "aten.gather.default",
+        "aten.index.Tensor",
+        "aten.index_select.default",
+        "aten.slice_backward.default",
+        "aten.select_backward.default",
+    }
+)
+"""Ops that touch as much of their first operand as they return, or return more than they touch."""
+
+_ATTENTION = "autopar.attention"
+_FLAG_AT = {"autopar.attention.default": 4}
+_BACKWARD_FLAG_AT = 7
+
+KernelSeconds = Callable[[str, tuple[TensorType, ...], tuple[TensorType, ...], bool, int], float]
+"""Seconds of a kernel: (op, types it reads, types it writes, causal, FLOPs)."""
+
+
+def is_causal(op: str, args: Sequence[Arg]) -> bool:
+    """Whether an attention's queries see the keys up to their own position only."""
+    if not op.startswith(_ATTENTION):
+        return False
+    at = _FLAG_AT.get(op, _BACKWARD_FLAG_AT)
+    return at < len(args) and args[at] is True
+
+
+def kernel_seconds(device: Device) -> KernelSeconds:
+    """Prices kernels on a device, remembering what it priced."""
+
+    @lru_cache(maxsize=1 << 17)
+    def seconds(
+        op: str,
+        operands: tuple[TensorType, ...],
+        outputs: tuple[TensorType, ...],
+        causal: bool,
+        flops: int,
+    ) -> float:
+        if op.startswith(_ATTENTION) and len(operands) >= 3:
+            return _attention_s(device, op, operands, causal)
+        if op in _PRODUCTS:
+            return _product_s(device, operands)
+        moved = bytes_moved(op, operands, outputs)
+        kind = Kind.MATMUL if flops else Kind.MEMORY
+        return op_s(device, kind=kind, flops=flops, bytes_moved=moved, dtype=_dtype(operands))
+
+    return seconds
+
+
+def bytes_moved(op: str, operands: Sequence[TensorType], outputs: Sequence[TensorType]) -> int:
+    """Bytes that a kernel reads and writes at least."""
+    written = sum(kind.num_bytes for kind in outputs)
+    read = sum(kind.num_bytes for kind in operands)
+    if op not in _LOOKUPS or not operands:
+        return read + written
+    rest = read - operands[0].num_bytes
+    return min(operands[0].num_bytes, written) + rest + written
+
+
+def _product_s(device: Device, operands: Sequence[TensorType]) -> float:
+    left, right = operands[-2:]
+    *batch, m, k = left.shape
+    n = right.shape[-1]
+    return matmul_s(device, m=m, n=n, k=k, batch=batch[0] if batch else 1, dtype=left.dtype)
+
+
+def _attention_s(device: Device, op: str, operands: Sequence[TensorType], causal: bool) -> float:
+    backward = op != "autopar.attention.default"
+    query, key = operands[1:3] if backward else operands[:2]
+    batch, heads, queries, width = query.shape
+    shape = Attention(
+        batch=batch,
+        heads=heads,
+        queries=queries,
+        keys=key.shape[2],
+        head_dim=width,
+        causal=causal,
+    )
+    return attention_s(device, shape, dtype=query.dtype, backward=backward)
+
+
+def _dtype(operands: Sequence[TensorType]) -> str:
+    """What it computes in; without floating-point operands, only bytes count."""
+    return next((kind.dtype for kind in operands if kind.is_floating), "float32")
