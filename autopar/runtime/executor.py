@@ -23,7 +23,7 @@ from autopar.runtime.shell import build_shells, fill_shells
 from autopar.runtime.step import Results, Step, StepSource
 
 MAX_STEPS = 16
-"""Compiled steps that are kept; the oldest goes first."""
+"""Compiled steps that are kept; the one used longest ago goes first."""
 
 EXTRA_STATE = "_extra_state"
 """Where nn.Module puts the step count in a state dict."""
@@ -343,13 +343,16 @@ class ParallelModule(nn.Module):
         own = self._autopar
         paths, tensors, structure = flatten_batch(batch)
         types = tuple([(t.shape, t.dtype) for t in tensors])
-        step = own.steps.get(StepKey(self._mode(), structure, types))
+        key = StepKey(self._mode(), structure, types)
+        step = own.steps.get(key)
         if step is None:
             step = self._compile(batch, paths)
             # The mode is read again: parameters, and so their flags, may just have come.
-            own.steps[StepKey(self._mode(), structure, types)] = step
+            key = StepKey(self._mode(), structure, types)
+            own.steps[key] = step
             if len(own.steps) > MAX_STEPS:
                 own.steps.popitem(last=False)
+        own.steps.move_to_end(key)
         return step, tensors
 
     def _compile(self, batch: Any, paths: Sequence[str]) -> Step:

@@ -228,18 +228,26 @@ class Session:
         if _is_connection_error(error):
             return self._after_loss(action, error)
         status = {**_describe(error), "action": action}
-        own = f"failed/{self._epoch}/"
         try:
-            self.store.set(f"{own}{self.rank}", json.dumps(status))
-            self.store.wait([f"{own}{r}" for r in range(self.world_size)], _delta(SETTLE_S))
-            found = [json.loads(self.store.get(f"{own}{r}")) for r in range(self.world_size)]
-            alike = len({status["action"] for status in found}) == 1
-        except RuntimeError:  # nobody answered in time, or the store is gone
+            self.store.set(f"failed/{self._epoch}/{self.rank}", json.dumps(status))
+            alike = self._all_failed_at(action)
+        except RuntimeError:  # the store is gone
             alike = False
         self._epoch += 1
         if not alike:
             self.close(str(error) or type(error).__name__)
         return error
+
+    def _all_failed_at(self, action: str) -> bool:
+        """Whether every rank fails in the same action, soon."""
+        keys = [f"failed/{self._epoch}/{rank}" for rank in range(self.world_size)]
+        start = time.monotonic()
+        while not self.store.check(keys):
+            waited = time.monotonic() - start
+            if waited > SETTLE_S:
+                return False
+            time.sleep(0.01 + waited / 10)
+        return all(json.loads(self.store.get(key))["action"] == action for key in keys)
 
     def close(self, reason: str) -> None:
         """Close the groups of all programs: ranks that wait in them fail at once."""

@@ -151,10 +151,11 @@ def parallel_linear(
     model: nn.Module | None = None,
     returns_dict: bool = False,
     prepare: bool = True,
+    device_type: str = "cpu",
 ) -> ParallelModule:
     """The model on this pool's ranks, run by the handmade programs."""
     mesh = Mesh(tuple("abc"[: len(sizes)]), sizes)
-    session = open_session("cpu", mesh.num_ranks)
+    session = open_session(device_type, mesh.num_ranks)
     axis = len(sizes) - 1
     weight = split(0, WIDTH, sizes[-1]) if zero else WHOLE
     stored = tuple(weight if a == axis else WHOLE for a in range(len(sizes)))

@@ -1,0 +1,47 @@
+"""The same programs on CUDA devices with NCCL, one process a device."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.dist.pool import run_torchrun
+
+STEPS = """
+import os
+
+import torch
+
+import autopar
+from tests.autopar.runtime.programs import Linear, batch, parallel_linear
+
+world_size = int(os.environ["WORLD_SIZE"])
+reference = Linear()
+loss = reference(**batch())
+loss.backward()
+for zero in (False, True):
+    parallel = parallel_linear((world_size,), zero=zero, device_type="cuda")
+    weight = parallel.get_parameter("weight")
+    assert weight.to_local().device == torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
+    found = parallel(batch())
+    assert found.device.type == "cuda"
+    torch.testing.assert_close(found.detach().cpu(), loss.detach())
+    (2 * found).backward()
+    grad = weight.grad.full_tensor().cpu()
+    torch.testing.assert_close(grad, 2 * reference.weight.grad, rtol=1e-4, atol=1e-4)
+    norm = autopar.clip_grad_norm_(parallel, 1.0)
+    torch.testing.assert_close(norm.cpu(), grad.norm(), rtol=1e-4, atol=1e-4)
+    optimizer.step()
+    with torch.no_grad():
+        assert parallel(batch()).item() < loss.item()
+print("ENDED")
+"""
+
+
+@pytest.mark.gpu
+def test_handmade_programs_run_on_cuda() -> None:
+    import torch
+
+    devices = min(2, torch.cuda.device_count())
+    ended = run_torchrun(STEPS, world_size=devices, timeout_s=300)
+    assert ended.stdout.count("ENDED") == devices, ended.stderr
