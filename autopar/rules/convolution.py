@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from autopar.ir.graph import Arg, Node, TensorType
+from autopar.ir.sharding import Partial
 from autopar.rules.factors import (
     Factors,
     drop_outputs,
@@ -68,7 +69,8 @@ def _local_args(op: LocalOp) -> tuple[Arg, ...]:
 def _bias_once(emit: Emitter, op: LocalOp) -> None:
     """Sums over some input channels; one rank adds the bias."""
     args = _local_args(op)
-    if not op.is_first(op.axes_on(1, 0 if args[_TRANSPOSED] else 1)):
+    summed = [axis for axis in op.axes_on(0, 1) if isinstance(op.outputs[0][axis], Partial)]
+    if not op.is_first(summed):
         args = (*args[:2], None, *args[3:])
     emit.result(emit.call(op.node.op, args, op.output_type()))
 

@@ -1,7 +1,8 @@
 """Local programs of ops whose reduced or looked-up dim is split.
 
 Each emits the ops of one rank. A masked lookup reads what the rank holds and gives zero for the
-rest, so its result is a term of a sum. A softmax over a split dim joins its maximum and its sum.
+rest, so its result is a term of a sum. A softmax over a split dim joins the log-sum-exps of all
+ranks.
 """
 
 from __future__ import annotations
@@ -285,20 +286,14 @@ def replace_name(op: str, name: str) -> str:
 
 
 def logsumexp(emit: Emitter, op: LocalOp) -> None:
-    """Log-sum-exp over split dims: maximum and sum are joined."""
+    """Log-sum-exp over split dims."""
     kind = op.operand_type(0)
     over = op.node.args[1]
     assert isinstance(over, tuple)
-    dims = tuple(d % len(kind.shape) for d in over if isinstance(d, int))
-    axes = sorted({axis for dim in dims for axis in op.axes_on(0, dim)})
-    row = TensorType(tuple(1 if i in dims else s for i, s in enumerate(kind.shape)), kind.dtype)
-    top = emit.call("aten.amax.default", (op.values[0], dims, True), row)
-    top = emit.all_reduce(top, axes, "max")
-    shifted = emit.call("aten.sub.Tensor", (op.values[0], top), kind)
-    exps = emit.call("aten.exp.default", (shifted,), kind)
-    total = emit.call("aten.sum.dim_IntList", (exps, dims, True), row)
-    log = emit.call("aten.log.default", (emit.all_reduce(total, axes),), row)
-    value = emit.call("aten.add.Tensor", (log, top), row)
+    dims = tuple(d % len(kind.shape) for d in over if isinstance(d, int)) or tuple(
+        range(len(kind.shape))
+    )
+    value = _joined_logsumexp(emit, op, op.values[0], kind, dims)
     emit.result(emit.call("aten.reshape.default", (value, op.output_shape()), op.output_type()))
 
 
@@ -314,46 +309,53 @@ def onehot_scatter(emit: Emitter, op: LocalOp) -> None:
 
 
 def softmax(emit: Emitter, op: LocalOp) -> None:
-    """Softmax over a split dim: maximum and sum are joined."""
-    dim = _dim(op, 1, len(op.operand_types[0].shape))
-    shifted, total, kind = _exponents(emit, op, dim)
-    high = emit.call("aten.exp.default", (shifted,), kind)
-    value = emit.call("aten.div.Tensor", (high, total), kind)
+    """Softmax over a split dim: the exponential of the log-softmax."""
+    value, kind = _log_softmax(emit, op)
+    value = emit.call("aten.exp.default", (value,), kind)
     emit.result(cast(emit, value, kind, op.output_type().dtype))
 
 
 def log_softmax(emit: Emitter, op: LocalOp) -> None:
-    """Log-softmax over a split dim: maximum and sum are joined."""
-    dim = _dim(op, 1, len(op.operand_types[0].shape))
-    shifted, total, kind = _exponents(emit, op, dim)
-    log = emit.call("aten.log.default", (total,), with_size(kind, dim, 1))
-    value = emit.call("aten.sub.Tensor", (shifted, log), kind)
+    """Log-softmax over a split dim: the log-sum-exp of all ranks is taken off."""
+    value, kind = _log_softmax(emit, op)
     emit.result(cast(emit, value, kind, op.output_type().dtype))
 
 
-def _exponents(emit: Emitter, op: LocalOp, dim: int) -> tuple[Ref, Ref, TensorType]:
-    """Input minus its maximum, the sum of its exponentials, the type computed in."""
-    kind = op.operand_type(0)
-    value = cast(emit, op.values[0], kind, compute_dtype(op.node.outputs[0].dtype))
-    kind = TensorType(kind.shape, compute_dtype(op.node.outputs[0].dtype))
-    row, axes = with_size(kind, dim, 1), op.axes_on(0, dim)
-    top = emit.call("aten.amax.default", (value, (dim,), True), row)
-    top = emit.all_reduce(top, axes, "max")
-    shifted = emit.call("aten.sub.Tensor", (value, top), kind)
-    exps = emit.call("aten.exp.default", (shifted,), kind)
-    total = emit.call("aten.sum.dim_IntList", (exps, (dim,), True), row)
-    return shifted, emit.all_reduce(total, axes), kind
+def _log_softmax(emit: Emitter, op: LocalOp) -> tuple[Ref, TensorType]:
+    dim = _dim(op, 1, len(op.operand_types[0].shape))
+    given = op.operand_type(0)
+    kind = TensorType(given.shape, compute_dtype(op.node.outputs[0].dtype))
+    value = cast(emit, op.values[0], given, kind.dtype)
+    lse = _joined_logsumexp(emit, op, value, kind, (dim,))
+    return emit.call("aten.sub.Tensor", (value, lse), kind), kind
+
+
+def _joined_logsumexp(
+    emit: Emitter, op: LocalOp, value: Ref, kind: TensorType, dims: tuple[int, ...]
+) -> Ref:
+    """Log-sum-exp over dims of operand 0, kept with size one: local ones, joined.
+
+    A rank whose elements are all minus infinity adds nothing.
+    """
+    axes = sorted({axis for dim in dims for axis in op.axes_on(0, dim)})
+    row = TensorType(tuple(1 if i in dims else s for i, s in enumerate(kind.shape)), kind.dtype)
+    own = emit.call("aten.logsumexp.default", (value, dims, True), row)
+    top = emit.all_reduce(own, axes, "max")
+    away = emit.call("aten.sub.Tensor", (own, top), row)
+    share = emit.call("aten.exp.default", (away,), row)
+    total = emit.all_reduce(share, axes)
+    log = emit.call("aten.log.default", (total,), row)
+    return emit.call("aten.add.Tensor", (log, top), row)
 
 
 def softmax_backward(emit: Emitter, op: LocalOp) -> None:
-    """``out * (grad - sum(grad * out))``."""
+    """``out * grad - out * sum(out * grad)``."""
     dim = _dim(op, 2, len(op.operand_types[0].shape))
     kind = _compute_type(op)
     grad, out = (cast(emit, op.values[i], op.operand_type(i), kind.dtype) for i in range(2))
     product = emit.call("aten.mul.Tensor", (grad, out), kind)
     total = _joined_sum(emit, op, product, kind, dim)
-    scaled = emit.call("aten.mul.Tensor", (out, total), kind)
-    value = emit.call("aten.sub.Tensor", (product, scaled), kind)
+    value = emit.call("aten.addcmul.default", (product, out, total), kind, {"value": -1})
     emit.result(cast(emit, value, kind, op.output_type().dtype))
 
 
@@ -364,8 +366,7 @@ def log_softmax_backward(emit: Emitter, op: LocalOp) -> None:
     grad, out = (cast(emit, op.values[i], op.operand_type(i), kind.dtype) for i in range(2))
     total = _joined_sum(emit, op, grad, kind, dim)
     weights = emit.call("aten.exp.default", (out,), kind)
-    scaled = emit.call("aten.mul.Tensor", (weights, total), kind)
-    value = emit.call("aten.sub.Tensor", (grad, scaled), kind)
+    value = emit.call("aten.addcmul.default", (grad, weights, total), kind, {"value": -1})
     emit.result(cast(emit, value, kind, op.output_type().dtype))
 
 
