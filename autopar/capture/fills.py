@@ -21,7 +21,8 @@ def filled(value: float | bool | None, position: int = 0) -> Rewrite:
         number = argument(draft, position, "fill_value") if value is None else value
         if isinstance(number, Ref):
             return (cast_like(builder, draft, number, output),)
-        assert isinstance(number, (bool, int, float)), number
+        if not isinstance(number, (bool, int, float)):
+            return None  # a complex number
         return (full(builder, draft, number, output),)
 
     return rewrite

@@ -16,6 +16,19 @@ TorchOp = Callable[..., Any]
 
 _OWN = ("aten", "prims", "autopar")
 
+_DENSE = frozenset(
+    {
+        "aten._cdist_backward.default",
+        "aten._cdist_forward.default",
+        "aten._embedding_bag.default",
+        "aten.native_group_norm.default",
+        "aten.native_group_norm_backward.default",
+        "aten.view.dtype",
+        "aten.view_as_complex.default",
+    }
+)
+"""Ops of ATen that fail or go wrong on operands that are not contiguous."""
+
 
 def dtype_name(dtype: torch.dtype) -> str:
     """``float32`` of ``torch.float32``."""
@@ -50,8 +63,8 @@ def overload(op: str) -> TorchOp:
 def resolve(op: str) -> TorchOp:
     """The callable that runs an op on real tensors.
 
-    Strides are not part of a graph: views have reshape semantics, and ops that torch and autopar
-    do not own get contiguous operands, since their ``.contiguous()`` calls were dropped.
+    Strides are not part of a graph: views have reshape semantics, and ops that may need contiguous
+    operands (the users' own ones among them) get them, since ``.contiguous()`` calls were dropped.
 
     Raises:
         CaptureError: This process has no such op.
@@ -59,7 +72,7 @@ def resolve(op: str) -> TorchOp:
     if op == "aten.view.default":
         return torch.reshape
     found = overload(op)
-    if op.startswith(_OWN):
+    if op.split(".")[0] in _OWN and op not in _DENSE:
         return found
 
     def on_contiguous(*args: Any, **kwargs: Any) -> Any:

@@ -51,6 +51,10 @@ class Shapes:
             found = self._layouts[id(tensor)] = _layout(tensor)
         return found
 
+    def like(self, tensor: Tensor) -> FakeTensor:
+        """A fake tensor of the same shape, strides and dtype, without history."""
+        return self._fake((tensor.shape, tensor.stride(), tensor.dtype, 0), None)
+
     def forget(self, tensors: Any) -> None:
         """These tensors may have changed their layout."""
         for tensor in tensors:

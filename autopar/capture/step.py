@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
@@ -24,13 +25,17 @@ from autopar.capture.rewrites import REWRITES
 from autopar.capture.sdpa import InterceptAttention
 from autopar.capture.shapes import Shapes
 from autopar.capture.simplify import finish, simplify
-from autopar.capture.substitute import Leaves, fake_like, substituted
+from autopar.capture.substitute import Leaves, substituted
 from autopar.capture.tape import Tape
 from autopar.errors import AutoparError, CaptureError
 from autopar.ir.graph import BUFFER, CONSTANT, INPUT, PARAMETER, Graph, Phase, Ref
 
 Loss = Callable[[nn.Module, Any], Any]
 """``loss(model, batch)``: a 0-d tensor, or that and a dict of further results."""
+
+
+_READS_VALUES = (".numpy() is not supported", "access data pointer", "data_ptr")
+"""In what torch says where a program reads values that fake tensors lack."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,45 +97,58 @@ def capture_step(model: nn.Module, batch: Any, loss: Loss | None = None, *, grad
         UnsupportedError: The step uses something that this version cannot do exactly.
     """
     paths, tensors, _ = flatten_batch(batch)
-    shapes = Shapes()
-    provenance = Provenance(model)
-    tape = Tape()
-    recorder = Recorder(shapes, tape, provenance, DECOMPOSITIONS)
-    with substituted(model, shapes.fake_mode) as leaves, shapes.fake_mode, _plain_torch():
-        fakes = [fake_like(t).requires_grad_(t.requires_grad) for t in tensors]
+    with _no_collection():
+        tape, results, aliases = _record(model, batch, loss or default_loss, grad=grad)
+        rewrites = {**REWRITES, **mask_rewrites(tape.constants)}
+        drafts, refs = simplify(tape.steps, results.refs(), rewrites)
+        nodes, refs = finish(drafts, refs)
+        results = results.renamed(refs)
+        graph = Graph(
+            nodes=nodes,
+            loss=results.loss,
+            aux=results.aux,
+            gradients=results.gradients,
+            mutations=results.buffers,
+            aliases=aliases,
+            batch_dims=batch_dims(paths, tensors),
+        )
+        used = {node.target for node in graph.sources(CONSTANT)}
+        constants = {name: value for name, value in tape.constants.items() if name in used}
+        text = fingerprint(graph, constants)
+    return Captured(graph=graph, constants=constants, inputs=paths, fingerprint=text)
+
+
+def _record(
+    model: nn.Module, batch: Any, loss: Loss, *, grad: bool
+) -> tuple[Tape, _Results, Mapping[str, str]]:
+    """A functional tape of the step, its results, and the second names of tied tensors."""
+    paths, tensors, _ = flatten_batch(batch)
+    shapes, tape, provenance = Shapes(), Tape(), Provenance(model)
+
+    def recorder_for(tape: Tape) -> Recorder:
+        return Recorder(shapes, tape, provenance, DECOMPOSITIONS)
+
+    with substituted(model, shapes) as leaves, shapes.fake_mode, _plain_torch():
+        fakes = [shapes.like(t).requires_grad_(t.requires_grad) for t in tensors]
         _enter(tape, leaves, paths, fakes)
-        faked = unflatten_batch(batch, fakes)
-        run = _Run(model, loss or default_loss, leaves, recorder, provenance)
-        results = run.step(faked, grad=grad)
-        if tape.mutated:
+        run = _Run(model, loss, leaves, recorder_for(tape), provenance)
+        results = run.step(unflatten_batch(batch, fakes), grad=grad)
+        if not tape.mutated:
+            return tape, results, leaves.aliases
+        functional, refs, written = functionalize(tape, results.refs(), recorder_for)
+        return functional, _with_written(results.renamed(refs), written, tape), leaves.aliases
 
-            def recorder_for(other: Tape) -> Recorder:
-                return Recorder(shapes, other, provenance, DECOMPOSITIONS)
 
-            recorded = tape
-            tape, refs, written = functionalize(recorded, results.refs(), recorder_for)
-            results = _with_written(results.renamed(refs), written, recorded)
-    rewrites = {**REWRITES, **mask_rewrites(tape.constants)}
-    drafts, refs = simplify(tape.steps, results.refs(), rewrites)
-    nodes, refs = finish(drafts, refs)
-    results = results.renamed(refs)
-    graph = Graph(
-        nodes=nodes,
-        loss=results.loss,
-        aux=results.aux,
-        gradients=results.gradients,
-        mutations=results.buffers,
-        aliases=dict(leaves.aliases),
-        batch_dims=batch_dims(paths, tensors),
-    )
-    used = {node.target for node in graph.sources(CONSTANT)}
-    constants = {name: value for name, value in tape.constants.items() if name in used}
-    return Captured(
-        graph=graph,
-        constants=constants,
-        inputs=paths,
-        fingerprint=fingerprint(graph, constants),
-    )
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without garbage collection: nearly all that is made lives on, and looking takes long."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 @contextmanager
@@ -253,7 +271,13 @@ class _Run:
         except AutoparError:
             raise
         except Exception as error:
-            error.add_note(f"while autopar captured the step, in {self.provenance.failed(error)}")
+            where = self.provenance.failed(error)
+            if any(text in str(error) for text in _READS_VALUES):
+                raise CaptureError(
+                    f"cannot capture {where}: it reads the values of a tensor (numpy, data_ptr), "
+                    "which are not known before the step runs; use tensor ops instead"
+                ) from error
+            error.add_note(f"while autopar captured the step, in {where}")
             raise
         if not isinstance(made, tuple):
             return made, {}

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from autopar.capture.shapes import Shapes
 from autopar.errors import CaptureError, UnsupportedError
 
 _CONTAINERS = (dict, OrderedDict, list, set, deque)
@@ -32,15 +32,8 @@ class Leaves:
     aliases: Mapping[str, str]
 
 
-def fake_like(tensor: Tensor) -> Tensor:
-    """An empty tensor of the same type on the CPU; fake under a fake mode."""
-    return torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=torch.device("cpu")
-    )
-
-
 @contextmanager
-def substituted(model: nn.Module, fake_mode: FakeTensorMode) -> Iterator[Leaves]:
+def substituted(model: nn.Module, shapes: Shapes) -> Iterator[Leaves]:
     """The model with fake parameters and buffers; every attribute is put back at the end.
 
     Attributes of modules, and the entries of plain containers among them, are restored; objects
@@ -60,8 +53,7 @@ def substituted(model: nn.Module, fake_mode: FakeTensorMode) -> Iterator[Leaves]
                     name = f"{path}.{key}" if path else key
                     known = fakes.get(_identity(tensor, name))
                     if known is None:
-                        with fake_mode:
-                            fake = _fake(tensor, name)
+                        fake = _fake(tensor, name, shapes)
                         fakes[_identity(tensor, name)] = known = (name, fake)
                         names[name] = fake
                     elif name != known[0]:
@@ -73,13 +65,13 @@ def substituted(model: nn.Module, fake_mode: FakeTensorMode) -> Iterator[Leaves]
             snapshot.restore()
 
 
-def _fake(tensor: Tensor, name: str) -> Tensor:
+def _fake(tensor: Tensor, name: str, shapes: Shapes) -> Tensor:
     if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
         raise UnsupportedError(
             f"cannot capture hooks on parameter {name!r}: they would run on shards of gradients, "
             "not on gradients; remove them, and change gradients after the backward"
         )
-    fake = fake_like(tensor)
+    fake = shapes.like(tensor)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, requires_grad=tensor.requires_grad)
     return fake.requires_grad_(tensor.requires_grad)

@@ -261,6 +261,12 @@ PROGRAMS: dict[str, Callable[[Tensor], Tensor]] = {
     "maximum": lambda h: h.amax(-1) + h.max(1).values.amin(-1, keepdim=True),
     "einsum": lambda h: torch.einsum("bsh,bth->bst", h, h).softmax(-1),
     "baddbmm": lambda h: torch.baddbmm(h, h, torch.eye(8).expand(4, 8, 8), beta=0.5, alpha=2.0),
+    "turned": lambda h: F.group_norm(h.transpose(1, 2), 4),
+    "normed": lambda h: F.rms_norm(h, (8,)) + F.layer_norm(h, (6, 8)),
+    "mapped": lambda h: torch.vmap(lambda row: row.softmax(-1) * 2)(h),
+    "activations": lambda h: F.mish(h) + F.elu(h) + F.hardswish(h) + F.glu(h).repeat(1, 1, 2),
+    "added rows": lambda h: torch.zeros(5, 6, 8).index_add_(0, torch.tensor([0, 1, 1, 4]), h),
+    "counts": lambda h: h + F.one_hot(h.argmax(-1), 8),
     "pool": lambda h: F.avg_pool1d(h, 2) + F.max_pool1d(h, 2),
 }
 
@@ -466,6 +472,39 @@ def test_data_dependent_programs_are_refused_by_name(name: str) -> None:
     message = str(caught.value)
     assert op in message and "module '1'" in message and "test_step.py:" in message
     assert "\n" not in message
+
+
+def test_values_read_outside_of_torch_are_refused() -> None:
+    with pytest.raises(CaptureError, match=r"the model \(test_step.py:\d+\): it reads the values"):
+        equal(lambda h: h * float(h.detach().numpy().sum()))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own compiler
+def test_compiled_modules_are_captured_as_they_were() -> None:
+    captured = capture_step(torch.compile(mlp()), torch.randn(3, 8), square, grad=True)
+    assert "aten.relu.default" in ops_of(captured)
+
+
+def test_autocast_is_captured() -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x).float().square().sum()
+
+    captured = capture_equals_eager(mlp(), torch.randn(3, 8), loss, tolerance=0.03)
+    products = [n for n in captured.graph.nodes if n.op == "aten.mm.default"]
+    assert {n.outputs[0].dtype for n in products} == {"bfloat16"}
+
+
+def test_autocast_of_an_absent_device_is_refused() -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        torch.set_autocast_enabled("cuda", True)
+        try:
+            return square(model, x)
+        finally:
+            torch.set_autocast_enabled("cuda", False)
+
+    with pytest.raises(UnsupportedError, match="autocast of device type 'cuda'"):
+        capture_step(mlp(), torch.randn(3, 8), loss, grad=True)
 
 
 def test_data_dependent_experts_are_refused_by_name() -> None:
