@@ -114,6 +114,25 @@ class ProgramInput:
     local_type: TensorType
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """A value that the rank sends to, or receives from, its peer on another stage.
+
+    Attributes:
+        ref: The piece in this program.
+        value: The captured value, as text: the same on both sides.
+        stage: The other stage.
+        section: When it is sent (behind that section) or received (before it).
+        local_type: Type of the piece.
+    """
+
+    ref: Ref
+    value: str
+    stage: int
+    section: Section
+    local_type: TensorType
+
+
 @dataclass(frozen=True, kw_only=True)
 class Program:
     """All that one rank runs in a step (or in an evaluation).
@@ -126,6 +145,7 @@ class Program:
         aux: Further results by name, whole on every rank.
         gradients: Parameter name to the rank's piece of its gradient, in its stored sharding.
         mutations: Buffer name to its new value, whole on every rank.
+        sends: Pieces for other stages; ``receives`` pieces from them.
         microbatches: How often the loop sections run.
         microbatch: The microbatch whose sizes the loop sections have; others of the same size run
             the same instructions.
@@ -139,6 +159,8 @@ class Program:
     aux: tuple[tuple[str, Ref], ...] = ()
     gradients: Mapping[str, Ref] = field(default_factory=dict)
     mutations: Mapping[str, Ref] = field(default_factory=dict)
+    sends: tuple[Message, ...] = ()
+    receives: tuple[Message, ...] = ()
     microbatches: int = 1
     microbatch: int = 0
 

@@ -26,9 +26,9 @@ from autopar.ir.graph import (
 )
 from autopar.ir.sharding import WHOLE, Partial, Sharding, Split, local_shape, whole
 from autopar.lower.builder import Builder
-from autopar.lower.program import LOOP, Program, ProgramInput, Section
+from autopar.lower.program import LOOP, Message, Program, ProgramInput, Section
 from autopar.lower.reshard import emit_step
-from autopar.plan.records import NodePlan, StagePlan
+from autopar.plan.records import NodePlan, StagePlan, Transfer
 from autopar.rules.local import LocalOp
 from autopar.rules.notation import Rule
 
@@ -45,6 +45,7 @@ def lower(
     stage: StagePlan,
     coordinates: Sequence[int],
     collective_s: CollectiveSeconds,
+    crossing: Crossing | None = None,
 ) -> Program:
     """The program of the rank with these mesh coordinates.
 
@@ -54,6 +55,7 @@ def lower(
         stage: Shardings of everything it runs.
         coordinates: The rank's coordinates on the stage's mesh.
         collective_s: Prices collectives, for the choice between ways of resharding.
+        crossing: Which stage of a pipeline it is and what crosses; None for the only one.
     """
     lowering = _Lowering(
         graph=graph,
@@ -64,8 +66,22 @@ def lower(
         aliases=resolve_aliases(graph, lambda node: is_view(node, rules)),
         plans={plan.name: plan for plan in stage.nodes},
         stored={plan.name: plan.stored for plan in stage.parameters},
+        crossing=crossing or Crossing(),
     )
     return lowering.run()
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """A stage among others.
+
+    Attributes:
+        stage: Its number.
+        transfers: Everything that crosses stages.
+    """
+
+    stage: int = 0
+    transfers: tuple[Transfer, ...] = ()
 
 
 def is_view(node: Node, rules: Mapping[str, Rule]) -> bool:
@@ -89,6 +105,9 @@ class _Lowering:
     aliases: Mapping[Ref, Alias]
     plans: Mapping[str, NodePlan]
     stored: Mapping[str, Sharding]
+    crossing: Crossing
+    sends: list[Message] = field(default_factory=list)
+    receives: list[Message] = field(default_factory=list)
     there: dict[Ref, dict[_Place, Ref]] = field(default_factory=dict)
     views: dict[tuple[Ref, _Place], Ref] = field(default_factory=dict)
     stored_at: dict[Ref, Sharding] = field(default_factory=dict)
@@ -98,26 +117,40 @@ class _Lowering:
     def run(self) -> Program:
         gradients = {self._root(ref).root for ref in self.graph.gradients.values()}
         self.purposes.update(dict.fromkeys(gradients, "gradients"))
+        self._receive()
         for node in self.graph.nodes:
             if node.phase is not self.build.phase:
                 self._keep()
+                self._send(Section.PROLOGUE, Section.FORWARD)
                 self.build.phase = node.phase
             if node.op in SOURCE_OPS:
-                self._source(node)
-            elif Ref(node.name) not in self.aliases:
+                if node.op != PARAMETER or node.target in self.stored:
+                    self._source(node)
+            elif node.name in self.plans:
                 self._node(node)
+        self._send(Section.BACKWARD)
         everything = whole(self.stage.mesh)
         self._enter("results", Section.EPILOGUE)
-        loss = None if self.graph.loss is None else self._result(self.graph.loss, everything)
-        aux = tuple((name, self._result(ref, everything)) for name, ref in self.graph.aux)
+        loss = None
+        if self.graph.loss is not None and self._makes(self.graph.loss):
+            loss = self._result(self.graph.loss, everything)
+        aux = tuple(
+            (name, self._result(ref, everything))
+            for name, ref in self.graph.aux
+            if self._makes(ref)
+        )
         gradients_out = {}
         for name, ref in self.graph.gradients.items():
-            self._enter(name, Section.EPILOGUE)
-            gradients_out[name] = self._result(ref, self.stored[name])
+            if name in self.stored:
+                self._enter(name, Section.EPILOGUE)
+                gradients_out[name] = self._result(ref, self.stored[name])
         self._enter("buffers", Section.EPILOGUE)
         mutations = {
-            name: self._result(ref, everything) for name, ref in self.graph.mutations.items()
+            name: self._result(ref, everything)
+            for name, ref in self.graph.mutations.items()
+            if self._makes(ref)
         }
+        self._send(Section.EPILOGUE)
         space = self.stage.mesh.space
         num_axes = len(space.sizes)
         return Program(
@@ -129,9 +162,78 @@ class _Lowering:
             aux=aux,
             gradients=gradients_out,
             mutations=mutations,
+            sends=tuple(self.sends),
+            receives=tuple(self.receives),
             microbatches=self.stage.mesh.microbatches,
             microbatch=0 if self.time is None else self.build.coordinates[self.time],
         )
+
+    def _makes(self, ref: Ref) -> bool:
+        """Whether this stage makes a value."""
+        root = self._root(ref).root
+        return root.node in self.plans or root in self.stored_at
+
+    def _receive(self) -> None:
+        """Say where values of other stages come in."""
+        for transfer in self.crossing.transfers:
+            if transfer.target != self.crossing.stage:
+                continue
+            root = _ref(transfer.value)
+            kind = self.graph.type_of(root)
+            shape = local_shape(kind.shape, transfer.sharding, self.build.coordinates)
+            local = TensorType(shape, kind.dtype)
+            section = self._section_of_transfer(transfer)
+            ref = self.build.add_input(f"{root.node}_{root.index}_received", local)
+            self.build.sections[ref] = section
+            self.there.setdefault(root, {})[section, transfer.sharding] = ref
+            if section is Section.PROLOGUE:
+                self.stored_at[root] = transfer.sharding
+            self.receives.append(
+                Message(
+                    ref=ref,
+                    value=transfer.value,
+                    stage=transfer.source,
+                    section=section,
+                    local_type=local,
+                )
+            )
+
+    def _send(self, *sections: Section) -> None:
+        """Bring what other stages read into the sharding in which it leaves."""
+        for transfer in self.crossing.transfers:
+            if transfer.source != self.crossing.stage:
+                continue
+            root = _ref(transfer.value)
+            section = self._section_of_making(transfer)
+            if section not in sections:
+                continue
+            self._enter(root.node, section)
+            _, ref = self._reshard(root, transfer.sharding, section)
+            self.sends.append(
+                Message(
+                    ref=ref,
+                    value=transfer.value,
+                    stage=transfer.target,
+                    section=section,
+                    local_type=self.build.types[ref],
+                )
+            )
+
+    def _section_of_making(self, transfer: Transfer) -> Section:
+        """Section behind which a value leaves."""
+        node = self.graph.by_name[_ref(transfer.value).node]
+        if node.op in SOURCE_OPS:
+            return Section.PROLOGUE
+        loop = Section.FORWARD if node.phase is Phase.FORWARD else Section.BACKWARD
+        if self.time is None or self._loops(transfer.sharding):
+            return loop
+        return Section.EPILOGUE
+
+    def _section_of_transfer(self, transfer: Transfer) -> Section:
+        """Section before which a value comes in: what flows against the stages is read late."""
+        made = self._section_of_making(transfer)
+        against = transfer.source > transfer.target
+        return Section.BACKWARD if made is Section.FORWARD and against else made
 
     def _keep(self) -> None:
         """At the end of the forward: bring values that cross into the shardings they are kept in."""
@@ -337,6 +439,12 @@ class _Lowering:
         if made is Section.EPILOGUE:
             return Section.EPILOGUE
         return section if again else Section.PROLOGUE
+
+
+def _ref(text: str) -> Ref:
+    """The value that `str` of a `Ref` names."""
+    name, _, index = text.partition(":")
+    return Ref(name, int(index or 0))
 
 
 def splits_factor(op: LocalOp, rule: Rule) -> bool:

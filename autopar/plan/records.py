@@ -150,6 +150,22 @@ class SearchReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """A value that one stage makes and another reads.
+
+    Attributes:
+        value: The value, as text.
+        source: Stage that sends it; ``target`` the one that receives it.
+        sharding: How it lies on the mesh of either; every rank sends its own piece.
+    """
+
+    value: str
+    source: int
+    target: int
+    sharding: Sharding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
     """One pipeline stage: its mesh, the ranks on it and the sharding of everything it runs.
 
@@ -182,6 +198,8 @@ class Plan:
         hints: Hints it was made under, as text.
         stages: One entry a pipeline stage.
         microbatches: Number of microbatches.
+        schedule: Order in which the stages run them, a name of ``autopar.schedules``.
+        transfers: Values that cross stages.
         notes: What a user should know: dims kept whole, idle ranks, ops with the rule ``whole``.
         memory_limit_bytes: Bytes a rank may use.
         modules: Node name to module path, for tables by module.
@@ -195,6 +213,8 @@ class Plan:
     hints: tuple[str, ...] = ()
     stages: tuple[StagePlan, ...]
     microbatches: int = 1
+    schedule: str = "1f1b"
+    transfers: tuple[Transfer, ...] = ()
     notes: tuple[str, ...] = ()
     memory_limit_bytes: int
     prediction: Prediction

@@ -95,7 +95,8 @@ class RoleFilter:
         if node.name in analysis.data:
             return tuple(s for s in left if not _is_partial(s, axis))
         if node.name in analysis.behind:
-            return tuple(left)
+            several = sum(len(analysis.graph.type_of(r).shape) > 0 for r in node.operands) > 1
+            return tuple(s for s in left if not (several and _is_partial(s, axis)))
         made = [self.made_in_loop(ref) for ref in node.operands]
         return tuple(
             s

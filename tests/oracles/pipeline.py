@@ -9,27 +9,41 @@ from typing import Any
 import torch
 
 from autopar.capture import capture_step
+from autopar.capture.batch import flatten_batch
 from autopar.capture.interpret import source_values
+from autopar.cost.node import axis_seconds
 from autopar.hint import Hint
 from autopar.ir.graph import Ref
 from autopar.ir.sharding import Mesh
 from autopar.lower.overlap import overlap
 from autopar.lower.program import Program
-from autopar.lower.spmd import lower
+from autopar.lower.spmd import Crossing, lower
 from autopar.plan.records import StagePlan
 from autopar.search.analysis import Analysis
+from autopar.search.stages import Pipeline
+from cost_models.cluster import Cluster
 from tests.oracles.lockstep import join, run_lockstep
-from tests.oracles.microbatches import run_microbatches
+from tests.oracles.microbatches import run_microbatches, run_pipeline
 
 
 def variants_of(
-    analysis: Analysis, stage: StagePlan, collective_s: Callable[[str, int, int], float]
+    analysis: Analysis,
+    stage: StagePlan,
+    collective_s: Callable[[str, int, int], float],
+    crossing: Crossing | None = None,
 ) -> list[list[Program]]:
     """For every microbatch, the program of every rank."""
     mesh = stage.mesh
     return [
         [
-            lower(analysis.graph, analysis.rules, stage, (*mesh.coordinates(r), m), collective_s)
+            lower(
+                analysis.graph,
+                analysis.rules,
+                stage,
+                mesh.coordinates(r) + ((m,) if mesh.time_axis is not None else ()),
+                collective_s,
+                crossing,
+            )
             for r in range(mesh.num_ranks)
         ]
         for m in range(mesh.microbatches)
@@ -70,42 +84,90 @@ def assert_exact(
     captured: Any,
     tolerance: float = 1e-5,
 ) -> None:
-    """Loss and every gradient of the programs equal one process."""
-    from autopar.capture.batch import flatten_batch
-
-    expected, gradients, _ = eager(model, batch, loss)
-    paths, tensors, _ = flatten_batch(batch)
-    graph = analysis.graph
-    values = source_values(
-        graph,
-        dict(model.named_parameters(remove_duplicate=False)),
-        dict(model.named_buffers(remove_duplicate=False)),
-        dict(zip(paths, tensors, strict=True)),
-    )
-    for node in graph.sources("constant"):
-        values[node.name] = captured.constants[node.target]
+    """Loss and every gradient of the programs of one stage equal one process."""
+    values = _values(model, batch, analysis, captured)
     if isinstance(programs[0], Program):
         envs = run_lockstep(programs, values)
     else:
         envs = run_microbatches(programs, values)
         programs = programs[0]
-    assert graph.loss is not None
-    for program, env in zip(programs, envs, strict=True):
-        assert program.loss is not None
-        error = abs(float(env[program.loss]) - float(expected)) / max(1.0, abs(float(expected)))
-        assert error <= tolerance, ("loss", float(env[program.loss]), float(expected))
-    for name, ref in graph.gradients.items():
-        kind = graph.type_of(ref)
-        item = next(i for i in programs[0].inputs if i.kind == "parameter" and i.target == name)
-        pieces = {
-            p.coordinates: env[p.gradients[name]] for p, env in zip(programs, envs, strict=True)
-        }
-        whole = join(pieces, kind.shape, item.sharding)
-        wanted = gradients[name]
-        assert wanted is not None, name
-        error = float((whole - wanted.double()).abs().max()) if whole.numel() else 0.0
-        scale = max(float(wanted.abs().max()), 0.1)
-        assert error <= tolerance * scale, (name, error, scale)
+    _compare((model, batch, loss), analysis, [(programs, envs)], tolerance)
 
 
-__all__ = ["Hint", "Mesh", "Ref", "assert_exact", "capture_step", "eager", "programs_of", "variants_of"]
+def assert_pipeline_exact(
+    model: torch.nn.Module,
+    batch: Any,
+    loss: Callable[..., Any],
+    analysis: Analysis,
+    pipeline: Pipeline,
+    captured: Any,
+    tolerance: float = 1e-5,
+) -> list[list[Program]]:
+    """Loss and every gradient of a pipeline equal one process; the programs of each stage."""
+    mesh = pipeline.stages[0].mesh
+    cluster = Cluster.local(mesh.num_ranks)
+    seconds = axis_seconds(cluster, mesh)
+    variants = [
+        variants_of(analysis, stage, seconds, Crossing(number, pipeline.transfers))
+        for number, stage in enumerate(pipeline.stages)
+    ]
+    envs = run_pipeline(variants, _values(model, batch, analysis, captured))
+    first = [stage[0] for stage in variants]
+    stages = list(zip(first, envs, strict=True))
+    _compare((model, batch, loss), analysis, stages, tolerance)
+    return first
+
+
+def _values(
+    model: torch.nn.Module, batch: Any, analysis: Analysis, captured: Any
+) -> dict[str, torch.Tensor]:
+    """Whole tensor of everything that enters the graph."""
+    paths, tensors, _ = flatten_batch(batch)
+    values = source_values(
+        analysis.graph,
+        dict(model.named_parameters(remove_duplicate=False)),
+        dict(model.named_buffers(remove_duplicate=False)),
+        dict(zip(paths, tensors, strict=True)),
+    )
+    for node in analysis.graph.sources("constant"):
+        values[node.name] = captured.constants[node.target]
+    return values
+
+
+def _compare(
+    built: tuple[torch.nn.Module, Any, Callable[..., Any]],
+    analysis: Analysis,
+    stages: Sequence[tuple[Sequence[Program], list[dict[Ref, torch.Tensor]]]],
+    tolerance: float,
+) -> None:
+    expected, gradients, _ = eager(*built)
+    with_loss = 0
+    for programs, envs in stages:
+        for program, env in zip(programs, envs, strict=True):
+            if program.loss is not None:
+                with_loss += 1
+                error = abs(float(env[program.loss]) - float(expected))
+                assert error <= tolerance * max(1.0, abs(float(expected))), "loss"
+    assert with_loss == len(stages[0][0])
+    left = {name for name, gradient in gradients.items() if gradient is not None}
+    for programs, envs in stages:
+        for name in programs[0].gradients:
+            kind = analysis.graph.type_of(analysis.graph.gradients[name])
+            item = next(
+                i for i in programs[0].inputs if i.kind == "parameter" and i.target == name
+            )
+            pieces = {
+                p.coordinates: env[p.gradients[name]]
+                for p, env in zip(programs, envs, strict=True)
+            }
+            whole = join(pieces, kind.shape, item.sharding)
+            wanted = gradients[name]
+            assert wanted is not None, name
+            error = float((whole - wanted.double()).abs().max()) if whole.numel() else 0.0
+            scale = max(float(wanted.abs().max()), 0.1)
+            assert error <= tolerance * scale, (name, error, scale)
+            left.remove(name)
+    assert not left, left
+
+
+__all__ = ["Hint", "Mesh", "Ref", "assert_exact", "assert_pipeline_exact", "capture_step", "eager", "programs_of", "variants_of"]
