@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,7 +42,10 @@ class Provenance:
         before = hooks.register_module_forward_pre_hook(self._enter)
         after = hooks.register_module_forward_hook(self._leave, always_call=True)
         try:
-            yield
+            with warnings.catch_warnings():
+                # compiled modules call these hooks twice, which does no harm here
+                warnings.filterwarnings("ignore", message="Using `torch.compile")
+                yield
         finally:
             before.remove()
             after.remove()
