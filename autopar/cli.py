@@ -1,6 +1,6 @@
 """The command line: one function a command, each also to be called from Python.
 
-Heavy imports happen inside the commands that need them, so that ``--help`` answers at once.
+Each command imports what it needs, so that reading a plan does not wait for transformers.
 """
 
 from __future__ import annotations
