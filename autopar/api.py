@@ -216,12 +216,13 @@ class _Compiler:
         captured, analysis, capture_s = self._phase("capture", lambda: self._capture(request))
         self.session.agree_equal("captured steps", captured.fingerprint)
         plan = self._plan(captured, analysis, capture_s)
-        program = self._phase("lowering", lambda: self._lower(analysis, plan))
+        programs = self._phase("lowering", lambda: self._lower(analysis, plan))
         if self.stage is None:
             self._phase("sharding the parameters", lambda: self._adopt(parallel, captured, plan))
             self.stage = plan.stage
         return StepSource(
-            program=program,
+            program=programs[0],
+            microbatches=programs if len(programs) > 1 else (),
             plan=plan,
             constants=captured.constants,
             returns_dict=bool(captured.graph.aux),
@@ -286,16 +287,25 @@ class _Compiler:
             views=frozenset(ref.node for ref in analysis.aliases),
         )
 
-    def _lower(self, analysis: Analysis, plan: Plan) -> Program:
+    def _lower(self, analysis: Analysis, plan: Plan) -> tuple[Program, ...]:
+        """This rank's program of every microbatch."""
         stage = plan.stage
-        coordinates = stage.mesh.coordinates(self.session.rank - stage.first_rank)
+        rank = self.session.rank - stage.first_rank
         seconds = axis_seconds(self.job.cluster, stage.mesh)
-        return overlap(lower(analysis.graph, analysis.rules, stage, coordinates, seconds))
+        coordinates = stage.mesh.coordinates(rank)
+        times = [(m,) for m in range(plan.microbatches)] if plan.microbatches > 1 else [()]
+        return tuple(
+            overlap(lower(analysis.graph, analysis.rules, stage, (*coordinates, *time), seconds))
+            for time in times
+        )
 
     def _adopt(self, parallel: ParallelModule, captured: Captured, plan: Plan) -> None:
         stage = plan.stage
-        stored: Mapping[str, Sharding] = {p.name: p.stored for p in stage.parameters}
-        groups = self.session.groups(stage.mesh, stage.first_rank)
+        space = stage.mesh.space
+        stored: Mapping[str, Sharding] = {
+            p.name: p.stored[: len(space.sizes)] for p in stage.parameters
+        }
+        groups = self.session.groups(space, stage.first_rank)
         seed = self.job.options.seed
         state = shard_model(
             self.job.model,

@@ -45,6 +45,7 @@ VIEW_OPS = frozenset(
         "aten.diagonal.default",
         "aten.unfold.default",
         "aten.as_strided.default",
+        MICROBATCH,
         WAIT,
     }
 )

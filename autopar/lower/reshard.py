@@ -74,7 +74,8 @@ def _slice(build: Builder, value: Ref, kind: TensorType, step: Step) -> Ref:
     rows = build.reshape(value, (before, atom.size, after))
     own = atom.local(coordinate)
     if step.axis == build.mesh.time_axis:
-        return build.microbatch(rows, atom.chunk, own)
+        cut = build.microbatch(rows, atom.chunk, own)
+        return cut if before == 1 else build.copy(cut)
     start = min(coordinate * atom.chunk, atom.size)
     return build.narrow(rows, 1, start, own)
 

@@ -19,8 +19,9 @@ from autopar.ir.sharding import Mesh, Split
 from autopar.lower.overlap import overlap
 from autopar.lower.program import Program
 from autopar.lower.ranks import distinct_coordinates
-from autopar.lower.simulate import Simulation, prices, simulate
+from autopar.lower.simulate import Prices, Simulation, prices, simulate
 from autopar.lower.spmd import lower
+from autopar.lower.unroll import unroll
 from autopar.plan.records import (
     CollectivePlan,
     Memory,
@@ -104,20 +105,44 @@ def make_plan(analysis: Analysis, request: Request) -> Plan:
         stored = {parameter.name: parameter.stored for parameter in taken.parameters}
         restrictions = replace(settled.restrictions, stored=stored)
         settled = replace(settled, restrictions=restrictions)
-    tries = meshes(request.cluster, settled.degrees) if taken is None else (taken.mesh,)
-    for mesh in tries:
-        left = request.time_limit_s - (time.perf_counter() - start)
-        outcome = _try_mesh(analysis, request, settled, mesh, max(left, 1.0))
-        if isinstance(outcome, Candidate):
-            found.append(outcome)
-            tried.append((describe_mesh(mesh), outcome.solution.objective_s))
-        else:
-            failures.append(outcome)
-            tried.append((describe_mesh(mesh), None))
+    spaces = meshes(request.cluster, settled.degrees) if taken is None else (taken.mesh.space,)
+    counts = microbatch_counts(analysis.graph, settled.microbatches)
+    for count in counts:
+        for mesh in (space.with_time(count) for space in spaces):
+            left = request.time_limit_s - (time.perf_counter() - start)
+            outcome = _try_mesh(analysis, request, settled, mesh, max(left, 1.0))
+            if isinstance(outcome, Candidate):
+                found.append(outcome)
+                tried.append((describe_mesh(mesh), outcome.solution.objective_s))
+            else:
+                failures.append(outcome)
+                tried.append((describe_mesh(mesh), None))
+        if found:
+            break
     if not found:
         raise _nothing_fits(analysis, settled, failures)
     best = min(found, key=lambda c: c.step_s)
     return _plan(analysis, request, settled, best, found, tried, time.perf_counter() - start)
+
+
+def microbatch_counts(graph: Graph, forced: int | None) -> tuple[int, ...]:
+    """Numbers of microbatches to try, fewest first: more are needed only where memory binds.
+
+    Args:
+        graph: The step.
+        forced: The number a hint gives, or None.
+    """
+    if forced is not None:
+        return (forced,)
+    samples = min(
+        (
+            node.outputs[0].shape[graph.batch_dims[node.target]]
+            for node in graph.sources(INPUT)
+            if node.target in graph.batch_dims
+        ),
+        default=1,
+    )
+    return tuple(count for count in (1, 2, 4, 8, 16, 32, 64) if samples % count == 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,13 +225,51 @@ def evaluate(
         program = overlap(
             lower(analysis.graph, analysis.rules, stage, coordinates, cost.collective_s)
         )
-        simulation = simulate(program, priced)
+        simulation = simulate_loop(program, priced)
         memory = predicted_memory(program, simulation, request.state_bytes_per_element)
         moved = 2 * (memory.parameters_bytes + memory.optimizer_bytes) + _gradient_bytes(program)
         found.append((simulation, memory, moved / update_bytes_per_s(device)))
     slowest, _, update_s = max(found, key=lambda item: item[0].seconds + item[2])
     fullest = max((memory for _, memory, _ in found), key=lambda memory: memory.total_bytes)
     return Candidate(built.mesh, built, solution, stage, slowest, fullest, update_s)
+
+
+def simulate_loop(program: Program, priced: Prices) -> Simulation:
+    """What a program of any number of microbatches takes.
+
+    Two microbatches are written out: the second holds all that a later one holds, and what it adds
+    to the seconds is what each of the others adds.
+    """
+    if program.microbatches == 1:
+        return simulate(program, priced)
+    once, twice = (simulate(unroll(program, times), priced) for times in (1, 2))
+    more = program.microbatches - 2
+    total = {
+        name: getattr(twice, name) + more * (getattr(twice, name) - getattr(once, name))
+        for name in (
+            "seconds",
+            "compute_s",
+            "communication_s",
+            "exposed_s",
+            "slowed_s",
+            "host_s",
+            "num_launched",
+        )
+    }
+    before = {(u.kind, u.axis, u.purpose): u for u in once.collectives}
+    uses = []
+    for use in twice.collectives:
+        first = before.get((use.kind, use.axis, use.purpose))
+        uses.append(
+            replace(
+                use,
+                count=use.count + more * (use.count - (first.count if first else 0)),
+                tensor_bytes=use.tensor_bytes
+                + more * (use.tensor_bytes - (first.tensor_bytes if first else 0)),
+                seconds=use.seconds + more * (use.seconds - (first.seconds if first else 0.0)),
+            )
+        )
+    return replace(twice, collectives=tuple(uses), **total)
 
 
 def predicted_memory(
@@ -285,6 +348,7 @@ def _plan(
         batch={n.target: n.outputs[0] for n in graph.sources(INPUT)},
         hints=tuple(str(h) for h in request.hints),
         stages=(best.stage,),
+        microbatches=best.mesh.microbatches,
         notes=tuple(_notes(analysis, best)),
         memory_limit_bytes=int(settled.memory_limit_bytes),
         prediction=_prediction(best),

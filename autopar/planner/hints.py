@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from autopar.errors import HintError, UnsupportedError
+from autopar.errors import HintError
 from autopar.hint import Degrees, Hint, MemoryLimit, Microbatches, Replicate, Shard
-from autopar.ir.graph import PARAMETER
+from autopar.ir.graph import INPUT, PARAMETER, Graph
 from autopar.search.analysis import Analysis
 from autopar.search.restrict import Restrictions, matching
 from cost_models.cluster import Cluster
@@ -24,11 +24,13 @@ class Settled:
     Attributes:
         degrees: The one ``hint.degrees``, or None.
         restrictions: What the search must keep to.
+        microbatches: Their forced number, or None.
         memory_limit_bytes: Bytes a rank may use.
     """
 
     degrees: Degrees | None
     restrictions: Restrictions
+    microbatches: int | None
     memory_limit_bytes: int
 
 
@@ -43,12 +45,9 @@ def settle(
     """
     degrees = _only(hints, Degrees, "hint.degrees")
     limit = _only(hints, MemoryLimit, "hint.memory_limit")
-    for hint in hints:
-        if isinstance(hint, Microbatches) and hint.count > 1:
-            raise UnsupportedError(
-                f"cannot plan {hint.count} microbatches: this version runs the batch as one; drop "
-                "the hint"
-            )
+    microbatches = _only(hints, Microbatches, "hint.microbatches")
+    if microbatches is not None:
+        _check_microbatches(analysis.graph, microbatches.count)
     parameters = tuple(h for h in hints if isinstance(h, Shard | Replicate))
     names = [node.target for node in analysis.graph.sources(PARAMETER)]
     names += list(analysis.graph.aliases)
@@ -63,8 +62,25 @@ def settle(
         restrictions=Restrictions(
             zero=None if degrees is None else degrees.zero, parameters=parameters
         ),
+        microbatches=None if microbatches is None else microbatches.count,
         memory_limit_bytes=usable if limit is None else limit.limit_bytes,
     )
+
+
+def _check_microbatches(graph: Graph, count: int) -> None:
+    """Refuse microbatches that would hold no sample."""
+    for node in graph.sources(INPUT):
+        dim = graph.batch_dims.get(node.target)
+        if dim is None or count == 1:
+            continue
+        samples = node.outputs[0].shape[dim]
+        each = -(-samples // count)
+        if each * (count - 1) >= samples:
+            raise HintError(
+                f"cannot cut the batch into {count} microbatches: input {node.target!r} has "
+                f"{samples} samples, so {count} microbatches of {each} would leave one empty; use "
+                f"at most {-(-samples // each)}"
+            )
 
 
 def _only(hints: Sequence[Hint], kind: type[_Hint], name: str) -> _Hint | None:
