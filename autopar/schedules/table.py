@@ -1,0 +1,206 @@
+"""Every schedule by name: what it needs, what it holds, how it is generated.
+
+A new schedule is an entry of `SCHEDULES` and a function that returns one row of actions per lane;
+`checker.verify` proves what comes out of it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from autopar.errors import HintError, UnsupportedError
+from autopar.schedules import one_forward_one_backward as whole
+from autopar.schedules.actions import Schedule
+from cost_models.pipeline import interleaved_live, one_f_one_b_live
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """What a schedule is generated for.
+
+    Attributes:
+        lanes: Groups of ranks S, each with one row.
+        chunks: Chunks v a lane.
+        microbatches: Microbatches M of a step.
+        max_live: Most microbatches that the memory of a lane allows to be live; None for any.
+    """
+
+    lanes: int
+    chunks: int = 1
+    microbatches: int
+    max_live: int | None = None
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of the whole model."""
+        return self.lanes * self.chunks
+
+    @property
+    def live_limit(self) -> int:
+        """Live microbatches that neither memory nor their number forbids."""
+        return self.microbatches if self.max_live is None else min(self.microbatches, self.max_live)
+
+
+def in_turn(chunk: int, lanes: int) -> int:
+    """Chunks go round the lanes: chunk S is on lane 0 again."""
+    return chunk % lanes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleSpec:
+    """One schedule.
+
+    Attributes:
+        name: What hints and plans call it.
+        description: One line for people.
+        rows: Size to schedule; sizes that `check` refuses are never asked for.
+        live_bound: Most microbatches of chunks that a lane holds, of lane and size.
+        lane_of_chunk: Lane of a chunk, of chunk and number of lanes.
+        least_chunks: Fewest chunks a lane; `most_chunks` the most, None for any.
+        splits_backward: The backward is an input-gradient and a weight-gradient action.
+        whole_rounds: The microbatches must be a multiple of the lanes.
+        uses_max_live: ``max_live`` changes what it does; others refuse to go below their need.
+    """
+
+    name: str
+    description: str
+    rows: Callable[[Size], Schedule]
+    live_bound: Callable[[int, Size], int]
+    lane_of_chunk: Callable[[int, int], int] = in_turn
+    least_chunks: int = 1
+    most_chunks: int | None = 1
+    splits_backward: bool = False
+    whole_rounds: bool = False
+    uses_max_live: bool = False
+
+    def generate(
+        self, lanes: int, chunks: int, microbatches: int, max_live: int | None = None
+    ) -> Schedule:
+        """One row of actions per lane.
+
+        Raises:
+            HintError: A number is no count.
+            UnsupportedError: The schedule does not exist for these numbers.
+        """
+        size = Size(lanes=lanes, chunks=chunks, microbatches=microbatches, max_live=max_live)
+        self.check(size)
+        return self.rows(size)
+
+    def live_bounds(self, size: Size) -> tuple[int, ...]:
+        """Most microbatches of chunks that each lane holds at once."""
+        return tuple(self.live_bound(lane, size) for lane in range(size.lanes))
+
+    def check(self, size: Size, num_layers: int | None = None) -> None:
+        """Refuse what the schedule cannot do.
+
+        Args:
+            size: What is asked for.
+            num_layers: Pieces that the model can be cut into; None where that is not known.
+
+        Raises:
+            HintError: A number is no count.
+            UnsupportedError: The schedule does not exist for these numbers.
+        """
+        where = f"cannot use schedule '{self.name}'"
+        counts = {"stages": size.lanes, "chunks": size.chunks, "microbatches": size.microbatches}
+        if size.max_live is not None:
+            counts["live microbatches"] = size.max_live
+        for what, count in counts.items():
+            if count < 1:
+                raise HintError(f"{where} with {count} {what}: it is a count; give 1 or more")
+        self._check_chunks(size, where)
+        if num_layers is not None and size.num_chunks > num_layers:
+            raise UnsupportedError(
+                f"{where} with {size.lanes} stages of {size.chunks} chunks: the model has "
+                f"{num_layers} layers to cut it at; use fewer stages or chunks"
+            )
+        if self.whole_rounds and size.microbatches % size.lanes:
+            raise UnsupportedError(
+                f"{where} with {size.microbatches} microbatches on {size.lanes} stages: it is not "
+                f"a multiple; use {size.microbatches // size.lanes * size.lanes or size.lanes} or "
+                f"{(size.microbatches // size.lanes + 1) * size.lanes} microbatches, or '1f1b'"
+            )
+
+    def _check_chunks(self, size: Size, where: str) -> None:
+        if size.chunks < self.least_chunks:
+            raise UnsupportedError(
+                f"{where} with {size.chunks} chunks a stage: it needs {self.least_chunks}; use "
+                f"chunks={self.least_chunks}, or '1f1b'"
+            )
+        if self.most_chunks is not None and size.chunks > self.most_chunks:
+            raise UnsupportedError(
+                f"{where} with {size.chunks} chunks a stage: it has {self.most_chunks}; use "
+                f"chunks={self.most_chunks}, or 'interleaved'"
+            )
+
+
+def _early(size: Size) -> list[int]:
+    return [min(size.lanes - lane, size.live_limit) for lane in range(size.lanes)]
+
+
+def _early_2(size: Size) -> list[int]:
+    return [min(2 * (size.lanes - lane) - 1, size.live_limit) for lane in range(size.lanes)]
+
+
+_ALL = (
+    ScheduleSpec(
+        name="gpipe",
+        description="all forwards, then all backwards; every lane holds all microbatches",
+        rows=lambda size: whole.gpipe(size.lanes, size.microbatches),
+        live_bound=lambda lane, size: size.microbatches,
+    ),
+    ScheduleSpec(
+        name="1f1b",
+        description="one forward, one backward; stage i of S holds S - i microbatches",
+        rows=lambda size: whole.early_backward(range(size.lanes, 0, -1), size.microbatches),
+        live_bound=lambda lane, size: one_f_one_b_live(
+            lane, stages=size.lanes, num_microbatches=size.microbatches
+        ),
+    ),
+    ScheduleSpec(
+        name="early-backward",
+        description="1f1b that never holds more microbatches than memory allows",
+        rows=lambda size: whole.early_backward(_early(size), size.microbatches),
+        live_bound=lambda lane, size: _early(size)[lane],
+        uses_max_live=True,
+    ),
+    ScheduleSpec(
+        name="early-backward-2",
+        description="early backward with 2(S - i) - 1 forwards ahead, for costly messages",
+        rows=lambda size: whole.early_backward(_early_2(size), size.microbatches),
+        live_bound=lambda lane, size: _early_2(size)[lane],
+        uses_max_live=True,
+    ),
+    ScheduleSpec(
+        name="interleaved",
+        description="1f1b over v chunks a lane: a v-th of the bubble for more memory and messages",
+        rows=lambda size: whole.interleaved(size.lanes, size.chunks, size.microbatches),
+        live_bound=lambda lane, size: interleaved_live(
+            lane, stages=size.lanes, chunks=size.chunks, num_microbatches=size.microbatches
+        ),
+        least_chunks=2,
+        most_chunks=None,
+        whole_rounds=True,
+    ),
+)
+
+SCHEDULES: Mapping[str, ScheduleSpec] = {spec.name: spec for spec in _ALL}
+"""Every schedule by name."""
+
+
+def schedule_named(name: str) -> ScheduleSpec:
+    """The schedule of a name.
+
+    Raises:
+        HintError: There is none.
+    """
+    if name in SCHEDULES:
+        return SCHEDULES[name]
+    near = difflib.get_close_matches(name, SCHEDULES, n=1)
+    what = f"did you mean '{near[0]}'? " if near else ""
+    raise HintError(
+        f"cannot use schedule '{name}': there is none of that name; {what}"
+        f"use one of {', '.join(SCHEDULES)}"
+    )
