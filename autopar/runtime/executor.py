@@ -366,7 +366,9 @@ class ParallelModule(nn.Module):
         )
         source = own.compile_step(self, request)
         assert own.state is not None and own.groups is not None, "compile_step must adopt a plan"
-        own.session.agree_equal("collectives of a step", source.program.action_hash())
+        programs = source.microbatches or (source.program,)
+        order = " ".join(dict.fromkeys(program.action_hash() for program in programs))
+        own.session.agree_equal("orders of collectives", order)
         return Step(source, own.state, own.groups, own.session.device, paths)
 
     def _find_for_part(self, part: Any) -> tuple[Step, tuple[Tensor, ...]]:

@@ -7,7 +7,7 @@ FX's generated code drops every value after its last use, so live bytes are thos
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from autopar.lower.program import (
     ALL_REDUCE,
     ALL_TO_ALL,
     COLLECTIVES,
+    MICROBATCH,
     REDUCE_SCATTER,
     WAIT,
     Instruction,
@@ -89,6 +90,10 @@ def _bytes_as(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     return bytes_as
 
 
+def _rows_of_microbatch(value: Tensor, number: int, chunk: int, own: int) -> Tensor:
+    return value.narrow(1, min(number * chunk, value.shape[1]), own)
+
+
 _MOVES = (ALL_GATHER, ALL_TO_ALL)
 _SUMS = (ALL_REDUCE, REDUCE_SCATTER)
 _BOOL = Payload(_bool_as_bytes, _bytes_as_bool, {"sum": "max"})
@@ -112,7 +117,7 @@ have all five collectives."""
 def build_module(
     program: Program, groups: tuple[AxisGroup, ...], device: torch.device
 ) -> fx.GraphModule:
-    """The module that runs a program.
+    """The module that runs a program of one microbatch.
 
     Its forward takes one tensor for each of the program's inputs, in order, and returns the tuple
     of `Program.results`. Every node's ``meta["instruction"]`` is the instruction it was made for.
@@ -122,12 +127,36 @@ def build_module(
         groups: The group of each mesh axis, in mesh order.
         device: What device constants mean.
     """
-    build = _Build(program=program, groups=groups, device=device)
-    for entry in program.inputs:
-        build.values[Ref(entry.name)] = build.graph.placeholder(entry.name)
-    for instruction in program.instructions:
+    inputs = [Ref(entry.name) for entry in program.inputs]
+    return build_part(program.instructions, inputs, program.results, groups, device)
+
+
+def build_part(
+    instructions: Sequence[Instruction],
+    inputs: Sequence[Ref],
+    outputs: Sequence[Ref],
+    groups: tuple[AxisGroup, ...],
+    device: torch.device,
+) -> fx.GraphModule:
+    """The module that runs some instructions, as `build_module`.
+
+    Args:
+        instructions: In order.
+        inputs: Values that enter. Where there are ``autopar.microbatch`` instructions, the number
+            of the microbatch enters in front of them.
+        outputs: Values that leave.
+        groups: The group of each mesh axis, in mesh order.
+        device: What device constants mean.
+    """
+    build = _Build(groups=groups, device=device)
+    if any(instruction.op == MICROBATCH for instruction in instructions):
+        build.number = build.graph.placeholder("microbatch_number")
+    for position, ref in enumerate(inputs):
+        # Not by their own names: FX lets one that shadows a builtin clobber another.
+        build.values[ref] = build.graph.placeholder(f"input_{position}")
+    for instruction in instructions:
         build.add(instruction)
-    build.graph.output(tuple(build.values[ref] for ref in program.results))
+    build.graph.output(tuple(build.values[ref] for ref in outputs))
     module = fx.GraphModule(torch.nn.Module(), build.graph, "Program")
     module.graph.lint()
     return module
@@ -135,14 +164,14 @@ def build_module(
 
 @dataclass(kw_only=True)
 class _Build:
-    """Working state of `build_module`."""
+    """Working state of `build_part`."""
 
-    program: Program
     groups: tuple[AxisGroup, ...]
     device: torch.device
     graph: fx.Graph = field(default_factory=fx.Graph)
     values: dict[Ref, fx.Node] = field(default_factory=dict)
     pending: dict[Ref, Callable[[Tensor], Tensor] | None] = field(default_factory=dict)
+    number: fx.Node | None = None
     current: str = ""
 
     def add(self, instruction: Instruction) -> None:
@@ -151,6 +180,8 @@ class _Build:
             self._wait(instruction)
         elif instruction.op in COLLECTIVES:
             self._collective(instruction)
+        elif instruction.op == MICROBATCH:
+            self._microbatch(instruction)
         else:
             self._op(instruction)
 
@@ -190,6 +221,13 @@ class _Build:
             after = self.pending[source]
             value = value if after is None else self._call(after, (value,))
         self.values[Ref(instruction.name)] = value
+
+    def _microbatch(self, instruction: Instruction) -> None:
+        source, chunk, own = instruction.args
+        assert isinstance(source, Ref) and self.number is not None
+        args = (self.values[source], self.number, chunk, own)
+        ref = Ref(instruction.name)
+        self.values[ref] = self._call(_rows_of_microbatch, args, {}, instruction.name)
 
     def _arg(self, arg: Arg) -> Any:
         if isinstance(arg, Ref):

@@ -19,7 +19,7 @@ from autopar.ir.sharding import Sharding, dim_splits, local_indices
 from autopar.lower.program import WAIT, Program, ProgramInput
 from autopar.plan.records import Plan
 from autopar.runtime.groups import MeshGroups
-from autopar.runtime.module import build_module
+from autopar.runtime.loop import build
 from autopar.runtime.params import ModelState, input_piece, local_of, local_piece
 
 
@@ -28,11 +28,12 @@ class StepSource:
     """What a step is built from.
 
     Attributes:
-        program: The rank's program.
+        program: The rank's program, of its first microbatch if there are several.
         plan: The plan it was lowered from.
         constants: Real tensor of each of the program's constants, whole.
         returns_dict: Whether the loss function returns ``(loss, dict)``.
         batch_dims: Input path to the dim that counts samples.
+        microbatches: The rank's program of every microbatch, if there are several.
     """
 
     program: Program
@@ -40,6 +41,7 @@ class StepSource:
     constants: Mapping[str, Tensor]
     returns_dict: bool = False
     batch_dims: Mapping[str, int]
+    microbatches: tuple[Program, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ class Step:
     Attributes:
         source: What it was built from.
         targets: The parameters that get a gradient.
-        module: The program as an FX module.
+        modules: The program as FX modules.
         has_run: Whether it has run to its end.
     """
 
@@ -79,8 +81,9 @@ class Step:
         self.source = source
         self.targets = tuple(state.parameters[name] for name in program.gradients)
         self.has_run = False
-        self.module = build_module(program, groups.axes, device)
-        self._call = self.module.forward
+        built = build(source.microbatches or (program,), groups.axes, device)
+        self.modules = built.modules
+        self._call = built.run
         self._device = device
         self._paths = tuple(paths)
         self._inputs = {path: program_input(program, path) for path in paths}
@@ -140,8 +143,8 @@ class Step:
     def _run(self, values: list[Any]) -> tuple[Tensor, ...]:
         if torch.is_autocast_enabled(self._device.type):
             with torch.autocast(self._device.type, enabled=False):
-                return self._call(*values)  # type: ignore[no-any-return]
-        return self._call(*values)  # type: ignore[no-any-return]
+                return self._call(*values)
+        return self._call(*values)
 
     def _sorted(self, results: list[Tensor]) -> Results:
         program = self.source.program
@@ -155,18 +158,9 @@ class Step:
 
     def action_of(self, error: BaseException) -> str:
         """What the program was doing when it failed, in the model's words."""
-        trace = error.__traceback__
-        line = None
-        while trace is not None:
-            if trace.tb_frame.f_code is self._call.__code__:
-                line = trace.tb_lineno
-            trace = trace.tb_next
-        if line is None:
-            return "a step"
-        name = self.module.code.split("\n")[line - 1].split("=")[0].split(":")[0].strip()
-        node = next((n for n in self.module.graph.nodes if n.name == name), None)
-        wanted = node.meta.get("instruction") if node is not None else None
-        by_name = {i.name: i for i in self.source.program.instructions}
+        wanted = self._instruction_of(error)
+        programs = self.source.microbatches or (self.source.program,)
+        by_name = {i.name: i for program in programs for i in program.instructions}
         if wanted not in by_name:
             return "a step"
         instruction = by_name[wanted]
@@ -175,6 +169,20 @@ class Step:
         module = self.source.plan.modules.get(instruction.origin, "")
         where = f" of module {module!r}" if module else ""
         return f"{instruction.op} {instruction.name!r}{where}"
+
+    def _instruction_of(self, error: BaseException) -> str | None:
+        """Name of the instruction whose line of generated code raised."""
+        by_code = {module.forward.__code__: module for module in self.modules}
+        trace, found = error.__traceback__, None
+        while trace is not None:
+            module = by_code.get(trace.tb_frame.f_code)
+            if module is not None:
+                line = module.code.split("\n")[trace.tb_lineno - 1]
+                name = line.split("=")[0].split(":")[0].strip()
+                named = (n for n in module.graph.nodes if n.name == name)
+                found = next((n.meta.get("instruction") for n in named), found)
+            trace = trace.tb_next
+        return found
 
     def problem_of_part(self, tensors: Sequence[Tensor]) -> str:
         """Why this rank's part of a batch does not fit; empty if it does."""

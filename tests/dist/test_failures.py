@@ -71,15 +71,16 @@ def test_an_error_on_all_ranks_leaves_the_groups_usable(pool: Any) -> None:
 def _failing_on_rank_1(parallel: ParallelModule) -> None:
     step = parallel._last_step("test")
     instructions = step.source.program.instructions
-    node = next(n for n in step.module.graph.nodes if n.name == instructions[1].name)
+    (module,) = step.modules
+    node = next(n for n in module.graph.nodes if n.name == instructions[1].name)
 
     def broken(*args: Any) -> None:
         raise IndexError("index out of range")
 
     if dist.get_rank() == 1:
         node.target = broken
-        step.module.recompile()
-        step._call = step.module.forward
+        module.recompile()
+        step._call = module.forward
 
 
 def lingering() -> tuple[str, float]:
