@@ -171,8 +171,8 @@ def difference(a: Tensor | None, b: Tensor | None) -> float:
 
 def report_view(report: Report) -> RenderableType:
     """A report as something rich can print: the worst of each kind, and everything that failed."""
-    columns = ("", "compared", "largest difference", "allowed", "found in", "verdict")
-    made = table(*columns, right=("compared", "largest difference", "allowed"))
+    columns = ("", "", "compared", "difference", "allowed", "largest in")
+    made = table(*columns, right=("compared", "difference", "allowed"))
     for kind in dict.fromkeys(c.kind for c in report.comparisons):
         own = [c for c in report.comparisons if c.kind == kind]
         worst = max(own, key=lambda c: (not c.passed, c.difference))
@@ -180,7 +180,7 @@ def report_view(report: Report) -> RenderableType:
         mark = "equal" if all(c.passed for c in own) else "DIFFERENT"
         style = "green" if mark == "equal" else "bold red"
         figures = (str(len(own)), f"{worst.difference:.1e}", f"{worst.allowed:.0e}", where)
-        add_row(made, Text(kind), *figures, Text(mark, style=style))
+        add_row(made, kind, Text(mark, style=style), *figures)
     parts: list[RenderableType] = [made]
     failed = [c for c in report.comparisons if not c.passed]
     if failed:

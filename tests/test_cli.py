@@ -62,6 +62,16 @@ def test_help_names_every_command() -> None:
         assert f" {command} " in found.stdout
 
 
+def test_the_documents_name_every_command_and_error() -> None:
+    commands = (ROOT / "docs/cli.md").read_text()
+    for command in cli.app.registered_commands:
+        assert command.callback is not None
+        assert f"`autopar {command.callback.__name__}" in commands
+    said = (ROOT / "docs/errors.md").read_text()
+    for error in AutoparError.__subclasses__():
+        assert f"| `{error.__name__}` |" in said
+
+
 def test_an_error_is_one_line_and_code_two(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
