@@ -21,7 +21,7 @@ from autopar.lower.program import Program
 from autopar.lower.ranks import distinct_coordinates
 from autopar.lower.simulate import Prices, Simulation, prices, simulate
 from autopar.lower.spmd import lower
-from autopar.lower.unroll import unroll
+from autopar.lower.unroll import in_order, unroll
 from autopar.plan.records import (
     CollectivePlan,
     Memory,
@@ -242,7 +242,7 @@ def simulate_loop(program: Program, priced: Prices) -> Simulation:
     """
     if program.microbatches == 1:
         return simulate(program, priced)
-    once, twice = (simulate(unroll(program, times), priced) for times in (1, 2))
+    once, twice = (simulate(unroll(program, in_order(times)), priced) for times in (1, 2))
     more = program.microbatches - 2
     total = {
         name: getattr(twice, name) + more * (getattr(twice, name) - getattr(once, name))
