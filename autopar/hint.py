@@ -54,7 +54,14 @@ class Microbatches:
     count: int
 
 
-Hint = Degrees | Shard | Replicate | MemoryLimit | Microbatches
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Order in which pipeline stages run their microbatches."""
+
+    name: str
+
+
+Hint = Degrees | Shard | Replicate | MemoryLimit | Microbatches | Schedule
 
 
 def degrees(
@@ -128,3 +135,8 @@ def microbatches(count: int) -> Microbatches:
     if not isinstance(count, int) or count < 1:
         raise HintError(f"cannot use {count!r} microbatches: it is a count, 1 or more")
     return Microbatches(count)
+
+
+def schedule(name: str) -> Schedule:
+    """Run a pipeline in this order: ``"gpipe"``, ``"1f1b"`` ... (see docs/schedules.md)."""
+    return Schedule(name)

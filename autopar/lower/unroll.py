@@ -134,7 +134,12 @@ def _behind(instruction: Instruction, first: Mapping[Ref, Ref]) -> Instruction:
     if instruction.op == ACCUMULATE:
         ref = first.get(instruction.operands[0], instruction.operands[0])
         return replace(instruction, op="aten.alias.default", args=(ref,), view=True)
-    refs = (first.get(ref, ref) for ref in instruction.operands)
+    return with_refs(instruction, first)
+
+
+def with_refs(instruction: Instruction, change: Mapping[Ref, Ref]) -> Instruction:
+    """The instruction with the values it reads replaced as ``change`` says."""
+    refs = (change.get(ref, ref) for ref in instruction.operands)
     args = tuple(replace_refs(arg, refs) for arg in instruction.args)
     kwargs = tuple((key, replace_refs(arg, refs)) for key, arg in instruction.kwargs)
     return replace(instruction, args=args, kwargs=kwargs)

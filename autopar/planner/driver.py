@@ -17,9 +17,9 @@ from autopar.hint import Hint
 from autopar.ir.graph import INPUT, Graph
 from autopar.ir.sharding import Mesh, Split
 from autopar.lower.overlap import overlap
-from autopar.lower.program import Program
+from autopar.lower.program import LOOP, Program
 from autopar.lower.ranks import distinct_coordinates
-from autopar.lower.simulate import Prices, Simulation, prices, simulate
+from autopar.lower.simulate import CollectiveUse, Prices, Simulation, prices, simulate
 from autopar.lower.spmd import lower
 from autopar.lower.unroll import in_order, unroll
 from autopar.plan.records import (
@@ -31,11 +31,13 @@ from autopar.plan.records import (
     StagePlan,
 )
 from autopar.planner.hints import Settled, settle
+from autopar.planner.pipeline import StageResult, cut, evaluate_pipeline
 from autopar.search.analysis import Analysis
 from autopar.search.build import Built, StateBytes, build_problem, decode, describe_mesh
 from autopar.search.intra import solve
 from autopar.search.outer import meshes
 from autopar.search.problem import Solution
+from autopar.search.stages import Pipeline
 from cost_models.cluster import Cluster
 
 ROUNDS = 6
@@ -72,12 +74,23 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One solved and simulated mesh."""
+    """One solved and simulated mesh.
+
+    Attributes:
+        mesh: Of every stage.
+        built: The problem; ``solution`` what the solver found.
+        pipeline: The stages, and what crosses them.
+        schedule: Order of their microbatches.
+        simulation: Of the slowest rank; its seconds are those of the step without the update.
+        memory: Of the rank that holds most.
+        update_s: Of the optimizer's update.
+    """
 
     mesh: Mesh
     built: Built
     solution: Solution
-    stage: StagePlan
+    pipeline: Pipeline
+    schedule: str
     simulation: Simulation
     memory: Memory
     update_s: float
@@ -105,12 +118,16 @@ def make_plan(analysis: Analysis, request: Request) -> Plan:
         stored = {parameter.name: parameter.stored for parameter in taken.parameters}
         restrictions = replace(settled.restrictions, stored=stored)
         settled = replace(settled, restrictions=restrictions)
-    spaces = meshes(request.cluster, settled.degrees) if taken is None else (taken.mesh.space,)
-    counts = microbatch_counts(analysis.graph, settled.microbatches)
+    num_stages = 1 if settled.degrees is None else settled.degrees.pp or 1
+    if taken is None:
+        spaces = meshes(request.cluster, settled.degrees, num_stages=num_stages)
+    else:
+        spaces = (taken.mesh.space,)
+    counts = microbatch_counts(analysis.graph, settled.microbatches, num_stages)
     for count in counts:
         for mesh in (space.with_time(count) for space in spaces):
             left = request.time_limit_s - (time.perf_counter() - start)
-            outcome = _try_mesh(analysis, request, settled, mesh, max(left, 1.0))
+            outcome = _try_mesh(analysis, request, settled, mesh, num_stages, max(left, 1.0))
             if isinstance(outcome, Candidate):
                 found.append(outcome)
                 tried.append((describe_mesh(mesh), outcome.solution.objective_s))
@@ -125,12 +142,13 @@ def make_plan(analysis: Analysis, request: Request) -> Plan:
     return _plan(analysis, request, settled, best, found, tried, time.perf_counter() - start)
 
 
-def microbatch_counts(graph: Graph, forced: int | None) -> tuple[int, ...]:
+def microbatch_counts(graph: Graph, forced: int | None, num_stages: int = 1) -> tuple[int, ...]:
     """Numbers of microbatches to try, fewest first: more are needed only where memory binds.
 
     Args:
         graph: The step.
         forced: The number a hint gives, or None.
+        num_stages: Stages to keep busy: a pipeline starts at four microbatches a stage.
     """
     if forced is not None:
         return (forced,)
@@ -142,7 +160,11 @@ def microbatch_counts(graph: Graph, forced: int | None) -> tuple[int, ...]:
         ),
         default=1,
     )
-    return tuple(count for count in (1, 2, 4, 8, 16, 32, 64) if samples % count == 0)
+    fitting = [count for count in (1, 2, 4, 8, 16, 32, 64, 128) if samples % count == 0]
+    if num_stages > 1:
+        enough = [count for count in fitting if count >= 4 * num_stages]
+        return tuple(enough or fitting[-1:])
+    return tuple(fitting)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +177,12 @@ class _Failure:
 
 
 def _try_mesh(
-    analysis: Analysis, request: Request, settled: Settled, mesh: Mesh, time_limit_s: float
+    analysis: Analysis,
+    request: Request,
+    settled: Settled,
+    mesh: Mesh,
+    num_stages: int,
+    time_limit_s: float,
 ) -> Candidate | _Failure:
     cost = NodeCost(request.cluster.device(0), mesh, axis_seconds(request.cluster, mesh))
     states = StateBytes(
@@ -170,7 +197,8 @@ def _try_mesh(
         settled.restrictions,
         memory_limit_bytes=settled.memory_limit_bytes,
     )
-    limit = float(settled.memory_limit_bytes)
+    # The problem holds all stages; each rank of a pipeline holds one of them.
+    limit = float(settled.memory_limit_bytes) * num_stages
     least = float("inf")
     for _ in range(ROUNDS):
         problem = replace(built.problem, memory_limit_bytes=limit)
@@ -179,13 +207,18 @@ def _try_mesh(
             if least == float("inf"):
                 least = _least_bytes(built, time_limit_s)
             return _Failure(mesh, solution.status == "infeasible", least)
-        candidate = evaluate(analysis, request, cost, built, solution)
+        if num_stages > 1:
+            candidate = _evaluate_stages(
+                analysis, request, cost, built, solution, num_stages, settled.schedule
+            )
+        else:
+            candidate = evaluate(analysis, request, cost, built, solution)
         used = candidate.memory.total_bytes
         if used <= settled.memory_limit_bytes:
             return candidate
         least = min(least, used)
         excess = used - settled.memory_limit_bytes
-        limit = min(limit, max(solution.memory_bytes)) - max(excess, 0.02 * limit)
+        limit = min(limit, max(solution.memory_bytes)) - max(excess * num_stages, 0.02 * limit)
     return _Failure(mesh, False, least)
 
 
@@ -231,7 +264,68 @@ def evaluate(
         found.append((simulation, memory, moved / update_bytes_per_s(device)))
     slowest, _, update_s = max(found, key=lambda item: item[0].seconds + item[2])
     fullest = max((memory for _, memory, _ in found), key=lambda memory: memory.total_bytes)
-    return Candidate(built.mesh, built, solution, stage, slowest, fullest, update_s)
+    alone = Pipeline((stage,), ())
+    return Candidate(built.mesh, built, solution, alone, "1f1b", slowest, fullest, update_s)
+
+
+def _evaluate_stages(
+    analysis: Analysis,
+    request: Request,
+    cost: NodeCost,
+    built: Built,
+    solution: Solution,
+    num_stages: int,
+    schedule: str,
+) -> Candidate:
+    """Cut a solution into stages and simulate them under a schedule."""
+    device = request.cluster.device(0)
+    priced = prices(device, cost.collective_s)
+    pipeline = cut(analysis, cost, decode(built, analysis, solution), num_stages)
+    result = evaluate_pipeline(analysis, cost, priced, pipeline, schedule, request.cluster)
+    memories, updates = [], []
+    for stage in result.stages:
+        memory = predicted_memory(stage.program, stage.peak, request.state_bytes_per_element)
+        moved = 2 * (memory.parameters_bytes + memory.optimizer_bytes)
+        moved += _gradient_bytes(stage.program)
+        memories.append(memory)
+        updates.append(moved / update_bytes_per_s(device))
+    fullest = max(memories, key=lambda memory: memory.total_bytes)
+    slowest = max(
+        (_whole_step(stage, built.mesh.microbatches) for stage in result.stages),
+        key=lambda simulation: simulation.compute_s,
+    )
+    return Candidate(
+        built.mesh,
+        built,
+        solution,
+        pipeline,
+        schedule,
+        replace(slowest, seconds=result.seconds),
+        fullest,
+        max(updates),
+    )
+
+
+def _whole_step(stage: StageResult, microbatches: int) -> Simulation:
+    """Sums over a step of one stage; its seconds are those it is busy."""
+    total = stage.peak
+    names = ("seconds", "compute_s", "communication_s", "exposed_s", "slowed_s", "host_s")
+    sums = dict.fromkeys(names, 0.0)
+    uses: dict[tuple[str, int, str], CollectiveUse] = {}
+    for section, simulation in stage.sections.items():
+        times = microbatches if section in LOOP else 1
+        for name in names:
+            sums[name] += times * getattr(simulation, name)
+        for use in simulation.collectives:
+            key = (use.kind, use.axis, use.purpose)
+            before = uses.get(key)
+            uses[key] = replace(
+                use,
+                count=use.count * times + (before.count if before else 0),
+                tensor_bytes=use.tensor_bytes * times + (before.tensor_bytes if before else 0),
+                seconds=use.seconds * times + (before.seconds if before else 0.0),
+            )
+    return replace(total, collectives=tuple(uses.values()), **sums)
 
 
 def simulate_loop(program: Program, priced: Prices) -> Simulation:
@@ -347,8 +441,10 @@ def _plan(
         cluster_ranks=request.cluster.num_devices,
         batch={n.target: n.outputs[0] for n in graph.sources(INPUT)},
         hints=tuple(str(h) for h in request.hints),
-        stages=(best.stage,),
+        stages=best.pipeline.stages,
+        transfers=best.pipeline.transfers,
         microbatches=best.mesh.microbatches,
+        schedule=best.schedule,
         notes=tuple(_notes(analysis, best)),
         memory_limit_bytes=int(settled.memory_limit_bytes),
         prediction=_prediction(best),
@@ -414,7 +510,8 @@ def _notes(analysis: Analysis, best: Candidate) -> list[str]:
     for axis, ranks in enumerate(best.mesh.sizes):
         if ranks > 1 and not any(
             isinstance(sharding[axis], Split)
-            for node in best.stage.nodes
+            for stage in best.pipeline.stages
+            for node in stage.nodes
             for sharding in (*node.operands, *node.outputs)
         ):
             notes.append(

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from autopar.errors import HintError
-from autopar.hint import Degrees, Hint, MemoryLimit, Microbatches, Replicate, Shard
+from autopar.hint import Degrees, Hint, MemoryLimit, Microbatches, Replicate, Schedule, Shard
 from autopar.ir.graph import INPUT, PARAMETER, Graph
+from autopar.schedules.table import schedule_named
 from autopar.search.analysis import Analysis
 from autopar.search.restrict import Restrictions, matching
 from cost_models.cluster import Cluster
@@ -24,12 +25,14 @@ class Settled:
     Attributes:
         degrees: The one ``hint.degrees``, or None.
         restrictions: What the search must keep to.
+        schedule: Name of the schedule of a pipeline.
         microbatches: Their forced number, or None.
         memory_limit_bytes: Bytes a rank may use.
     """
 
     degrees: Degrees | None
     restrictions: Restrictions
+    schedule: str
     microbatches: int | None
     memory_limit_bytes: int
 
@@ -45,6 +48,7 @@ def settle(
     """
     degrees = _only(hints, Degrees, "hint.degrees")
     limit = _only(hints, MemoryLimit, "hint.memory_limit")
+    schedule = _only(hints, Schedule, "hint.schedule")
     microbatches = _only(hints, Microbatches, "hint.microbatches")
     if microbatches is not None:
         _check_microbatches(analysis.graph, microbatches.count)
@@ -62,6 +66,7 @@ def settle(
         restrictions=Restrictions(
             zero=None if degrees is None else degrees.zero, parameters=parameters
         ),
+        schedule="1f1b" if schedule is None else schedule_named(schedule.name).name,
         microbatches=None if microbatches is None else microbatches.count,
         memory_limit_bytes=usable if limit is None else limit.limit_bytes,
     )

@@ -17,8 +17,10 @@ ROLES = ("dp", "cp", "tp")
 MAX_AXES = 3
 
 
-def meshes(cluster: Cluster, degrees: Degrees | None, *, max_axes: int = 2) -> tuple[Mesh, ...]:
-    """Meshes to try, the likeliest first.
+def meshes(
+    cluster: Cluster, degrees: Degrees | None, *, num_stages: int = 1, max_axes: int = 2
+) -> tuple[Mesh, ...]:
+    """Meshes of one stage to try, the likeliest first.
 
     Without degrees: one axis a network level, and the in-node level in two. With degrees: one axis
     a role, and what is left of the ranks as a free axis.
@@ -26,19 +28,27 @@ def meshes(cluster: Cluster, degrees: Degrees | None, *, max_axes: int = 2) -> t
     Args:
         cluster: Devices and levels.
         degrees: The ``hint.degrees``, if any.
+        num_stages: Pipeline stages, of equally many ranks that follow each other.
         max_axes: Most axes without roles.
 
     Raises:
         HintError: The degrees do not multiply to the ranks.
-        UnsupportedError: Pipelines and expert degrees, for now.
+        UnsupportedError: Expert degrees, for now.
     """
-    if degrees is None:
-        return tuple(_free_meshes(cluster, max_axes))
-    return tuple(_role_meshes(cluster, degrees))
+    if cluster.num_devices % num_stages:
+        raise HintError(
+            f"cannot cut {cluster.num_devices} ranks of cluster {cluster.name!r} into {num_stages} "
+            "stages of equal size: use a number of stages that divides the ranks"
+        )
+    roles = () if degrees is None else (degrees.dp, degrees.tp, degrees.cp, degrees.ep, degrees.zero)
+    if all(degree is None for degree in roles):
+        return tuple(_free_meshes(cluster, num_stages, max_axes))
+    assert degrees is not None
+    return tuple(_role_meshes(cluster, degrees, num_stages))
 
 
-def _free_meshes(cluster: Cluster, max_axes: int) -> Iterator[Mesh]:
-    sizes = [level.size for level in reversed(cluster.levels)]
+def _free_meshes(cluster: Cluster, num_stages: int, max_axes: int) -> Iterator[Mesh]:
+    sizes = _stage_sizes(cluster, num_stages)
     names = [f"{level.name}0" for level in reversed(cluster.levels)]
     kept = [(n, s) for n, s in zip(names, sizes, strict=True) if s > 1] or [("all0", 1)]
     while len(kept) > max_axes:
@@ -53,27 +63,39 @@ def _free_meshes(cluster: Cluster, max_axes: int) -> Iterator[Mesh]:
             yield Mesh(tuple(n for n, _ in axes), tuple(s for _, s in axes))
 
 
+def _stage_sizes(cluster: Cluster, num_stages: int) -> list[int]:
+    """Sizes of the levels inside one stage, outermost first: stages divide the outer levels."""
+    sizes = []
+    for level in reversed(cluster.levels):
+        shared = math.gcd(level.size, num_stages)
+        num_stages //= shared
+        sizes.append(level.size // shared)
+    return sizes
+
+
 def _halves(size: int) -> Sequence[int]:
     """Proper divisors near the square root, at most two."""
     divisors = [d for d in range(2, size) if size % d == 0]
     return sorted(divisors, key=lambda d: (abs(math.log(d * d / size)), d))[:2]
 
 
-def _role_meshes(cluster: Cluster, degrees: Degrees) -> Iterator[Mesh]:
-    ranks = cluster.num_devices
-    for name, degree in (("pp", degrees.pp), ("ep", degrees.ep)):
-        if degree is not None and degree > 1:
-            raise UnsupportedError(
-                f"cannot plan with {name}={degree}: this version shards only; use {name}=1"
-            )
+def _role_meshes(cluster: Cluster, degrees: Degrees, num_stages: int) -> Iterator[Mesh]:
+    ranks = cluster.num_devices // num_stages
+    if degrees.ep is not None and degrees.ep > 1:
+        raise UnsupportedError(
+            f"cannot plan with ep={degrees.ep}: this version has no expert axis; use ep=1"
+        )
     given = {role: getattr(degrees, role) for role in ROLES}
     fixed = math.prod(d for d in given.values() if d is not None)
     open_roles = [role for role, degree in given.items() if degree is None]
     said = " x ".join(f"{role}={d}" for role, d in given.items() if d is not None)
+    where = f"of cluster {cluster.name!r}"
+    if num_stages > 1:
+        where = f"of each of {num_stages} stages {where}"
     if ranks % fixed or (fixed != ranks and not open_roles):
         raise HintError(
-            f"cannot lay degrees {said} = {fixed} on {ranks} ranks of cluster {cluster.name!r}: "
-            f"they must multiply to {ranks}; change a degree or leave one out"
+            f"cannot lay degrees {said} = {fixed} on {ranks} ranks {where}: they must multiply to "
+            f"{ranks}; change a degree or leave one out"
         )
     rest = ranks // fixed
     for split in _factorings(rest, len(open_roles)):
