@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import atexit
 import importlib
+import io
 import os
-import pickle
 import subprocess
 import sys
 import tempfile
@@ -75,7 +75,7 @@ class Pool:
             self._start()
         name = function if isinstance(function, str) else _path_of(function)
         for connection in self._connections:
-            connection.send_bytes(pickle.dumps((name, args)))
+            connection.send_bytes(_packed((name, args)))
         deadline = time.monotonic() + timeout_s
         found: list[tuple[bool, Any, str]] = []
         for rank, connection in enumerate(self._connections):
@@ -83,7 +83,7 @@ class Pool:
                 self.close()
                 raise TimeoutError(f"{name} did not end on rank {rank} within {timeout_s:.0f} s")
             try:
-                found.append(pickle.loads(connection.recv_bytes()))
+                found.append(_unpacked(connection.recv_bytes()))
             except EOFError:
                 found.append((False, "the process ended", "the process ended"))
         if any(process.poll() is not None for process in self._processes):
@@ -182,6 +182,17 @@ def run_torchrun(
         Path(file.name).unlink()
 
 
+def _packed(value: Any) -> bytes:
+    """Bytes of any object; plain pickle fails for tensors of some dtypes."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _unpacked(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
 def _worker() -> None:
     rank, world_size = int(os.environ["POOL_RANK"]), int(os.environ["POOL_WORLD_SIZE"])
     folder = Path(os.environ["POOL_FOLDER"])
@@ -192,7 +203,7 @@ def _worker() -> None:
     connection.send(rank)
     while True:
         try:
-            name, args = pickle.loads(connection.recv_bytes())
+            name, args = _unpacked(connection.recv_bytes())
         except EOFError:
             os._exit(0)
         connection.send_bytes(_outcome(name, args))
@@ -204,14 +215,14 @@ def _outcome(name: str, args: tuple[Any, ...]) -> bytes:
         function: Any = importlib.import_module(module)
         for part in attribute.split("."):
             function = getattr(function, part)
-        return pickle.dumps((True, function(*args), ""))
+        return _packed((True, function(*args), ""))
     except BaseException as error:  # noqa: BLE001  (handed to the test)
         text = traceback.format_exc()
         try:
-            pickle.loads(pickle.dumps(error))
+            _unpacked(_packed(error))
         except Exception:  # noqa: BLE001  (pickling runs anything)
             error = RuntimeError(f"{type(error).__name__}: {error}")
-        return pickle.dumps((False, error, text))
+        return _packed((False, error, text))
 
 
 if __name__ == "__main__":
