@@ -116,7 +116,7 @@ def index(builder: Builder, draft: Draft) -> Refs:
     shape = builder.type_of(value).shape
     indices = as_tuple(draft.args[1])
     rank = len(output.shape) - (len(shape) - len(indices))
-    places = [_run_of(builder, i, n, rank) for i, n in zip(indices, shape, strict=False)]
+    places = [run_of(builder, i, n, rank) for i, n in zip(indices, shape, strict=False)]
     found = [place for place in places if place is not None]
     if len(found) < len(places) or len(set(found)) < len(found):
         return None
@@ -128,7 +128,7 @@ def index(builder: Builder, draft: Draft) -> Refs:
     return (cast_like(builder, draft, made, output),)
 
 
-def _run_of(builder: Builder, index: Arg, size: int, rank: int) -> int | None:
+def run_of(builder: Builder, index: Arg, size: int, rank: int) -> int | None:
     """The output dim along which an index runs through 0 to ``size``; None if it does not."""
     if not isinstance(index, Ref):
         return None

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.capture.indexing import run_of
 from autopar.capture.interpret import run_nodes
 from autopar.capture.simplify import Builder, Draft, Rewrite
 from autopar.capture.views import reshape
@@ -24,6 +25,9 @@ _MASK_POSITIONS = {"autopar.attention.default": 3, "autopar.attention_backward.d
 """Where attention's mask is; the causal flag is the last argument but one."""
 
 _ANDS = ("aten.bitwise_and.Tensor", "aten.logical_and.default")
+
+Scores = tuple[int, int]
+"""Numbers of query and key positions."""
 
 _LARGEST_ELEMENTS = 2**29
 """Larger masks are not evaluated: that would take more than half a gigabyte, and seconds."""
@@ -43,15 +47,17 @@ def mask_rewrites(constants: Mapping[str, Tensor]) -> Mapping[str, Rewrite]:
     Args:
         constants: Real tensors of CONSTANT nodes.
     """
-    folded: dict[Ref, tuple[Ref | None, bool]] = {}
+    folded: dict[tuple[Ref, Scores], tuple[Ref | None, bool]] = {}
 
     def rewriter(position: int) -> Rewrite:
         def rewrite(builder: Builder, draft: Draft) -> tuple[Ref, ...] | None:
             mask = draft.args[position]
             if isinstance(mask, Ref):
-                if mask not in folded:
-                    folded[mask] = _fold(builder, draft, mask, constants)
-                left, causal = folded[mask]
+                q, k = refs_in(draft.args[position - 3 : position - 1])
+                scores = (builder.type_of(q).shape[2], builder.type_of(k).shape[2])
+                if (mask, scores) not in folded:
+                    folded[mask, scores] = _fold(builder, draft, mask, scores, constants)
+                left, causal = folded[mask, scores]
                 args = list(draft.args)
                 args[position], args[-2] = left, bool(args[-2]) or causal
                 draft.args = tuple(args)
@@ -63,20 +69,39 @@ def mask_rewrites(constants: Mapping[str, Tensor]) -> Mapping[str, Rewrite]:
 
 
 def _fold(
-    builder: Builder, draft: Draft, mask: Ref, constants: Mapping[str, Tensor]
+    builder: Builder, draft: Draft, mask: Ref, scores: Scores, constants: Mapping[str, Tensor]
 ) -> tuple[Ref | None, bool]:
     """What is left of a mask, and whether causality was in it."""
     parts = _conjuncts(builder, mask)
-    ancestors = {part: constant_ancestors(builder.nodes, part) for part in parts}
-    fixed = [part for part in parts if ancestors[part] is not None]
-    if not fixed or builder.type_of(mask).num_elements > _LARGEST_ELEMENTS:
-        return _unexpanded(builder, draft, mask), False
-    values = [evaluate(builder.nodes, ancestors[part] or [], part, constants) for part in fixed]
-    kind = mask_kind(_all(values), builder.type_of(mask).shape[-2:])
+    causal = [part for part in parts if _compares_positions(builder, part, scores)]
+    rest = [part for part in parts if part not in causal]
+    ancestors = {part: constant_ancestors(builder.nodes, part) for part in rest}
+    fixed = [part for part in rest if ancestors[part] is not None]
+    left = [part for part in rest if ancestors[part] is None]
+    kind = MaskKind.NOTHING
+    if fixed:
+        if max(builder.type_of(part).num_elements for part in fixed) > _LARGEST_ELEMENTS:
+            return _unexpanded(builder, draft, mask), False
+        values = [evaluate(builder.nodes, ancestors[part] or [], part, constants) for part in fixed]
+        kind = mask_kind(_all(values), scores)
     if kind is MaskKind.OTHER:
         return _unexpanded(builder, draft, mask), False
-    left = [part for part in parts if ancestors[part] is None]
-    return _joined(builder, draft, left), kind is MaskKind.FUTURE
+    return _joined(builder, draft, left), bool(causal) or kind is MaskKind.FUTURE
+
+
+def _compares_positions(builder: Builder, part: Ref, scores: Scores) -> bool:
+    """Whether a mask says, in so many words, that keys come no later than queries."""
+    maker = builder.maker(part)
+    if maker.op not in ("aten.le.Tensor", "aten.ge.Tensor") or len(maker.operands) != 2:
+        return False
+    keys, queries = maker.operands if maker.op == "aten.le.Tensor" else maker.operands[::-1]
+    shape = builder.type_of(part).shape
+    rank = len(shape)
+    return (
+        shape[-2:] == scores
+        and run_of(builder, keys, shape[-1], rank) == rank - 1
+        and run_of(builder, queries, shape[-2], rank) == rank - 2
+    )
 
 
 def _conjuncts(builder: Builder, mask: Ref) -> list[Ref]:
@@ -163,7 +188,7 @@ def _all(masks: Sequence[Tensor]) -> Tensor:
     return first
 
 
-def mask_kind(mask: Tensor, scores: tuple[int, ...]) -> MaskKind:
+def mask_kind(mask: Tensor, scores: Scores) -> MaskKind:
     """What a mask broadcastable to ``[b, h, s, t]`` hides.
 
     Args:

@@ -39,6 +39,12 @@ class Draft:
     source: Source
     target: str = ""
 
+    @property
+    def operands(self) -> tuple[Ref, ...]:
+        """Every value it reads, in order."""
+        args = (*self.args, *(arg for _, arg in self.kwargs))
+        return tuple([ref for arg in args for ref in refs_in(arg)])
+
 
 Rewrite = Callable[["Builder", Draft], "tuple[Ref, ...] | None"]
 """Values of an op's outputs made otherwise; None to keep the op, which it may have changed."""

@@ -201,6 +201,8 @@ def test_every_call_is_one_op(name: str) -> None:
 MASK_KINDS: dict[str, tuple[Any, str]] = {
     "causal": (lambda i, j: j <= i, "FUTURE"),
     "all": (lambda i, j: j >= -i, "NOTHING"),
+    "of one row": (lambda i, j: j <= i[:1], "OTHER"),
+    "future only": (lambda i, j: j >= i, "OTHER"),
     "strictly causal": (lambda i, j: j < i, "OTHER"),
     "window": (lambda i, j: (j <= i) & (j > i - 3), "OTHER"),
 }
@@ -225,7 +227,8 @@ def test_constant_masks_are_what_they_hide(name: str) -> None:
     attention = captured.graph.by_name["attention"]
     shape = captured.graph.type_of(attention.operands[3]).shape
     assert attention.args[4] is (kind == "FUTURE")
-    assert shape == ((3, 1, 6, 6) if kind == "OTHER" else (3, 1, 1, 6))
+    rows = 6 if kind == "OTHER" and name != "of one row" else 1
+    assert shape == (3, 1, rows, 6)
 
 
 def test_masks_of_parameters_and_buffers_stay() -> None:
@@ -242,3 +245,19 @@ def test_masks_of_parameters_and_buffers_stay() -> None:
     graph = capture_step(Attend(), torch.randn(3, 2, 6, 8), grad=True).graph
     assert graph.by_name["attention"].args[4] is False
     assert len(graph.by_name["attention"].operands) == 4
+
+
+def test_a_causal_mask_of_any_size_is_recognised_without_being_made() -> None:
+    class Attend(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, h: Tensor) -> Tensor:
+            h, i = self.linear(h), torch.arange(h.shape[2])
+            mask = (i[None, :] <= i[:, None]).expand(h.shape[0], 1, -1, -1)
+            return F.scaled_dot_product_attention(h, h, h, mask).square().sum()
+
+    batch = torch.empty(2, 2, 2**20, 8, device="meta")
+    graph = capture_step(Attend(), batch, grad=True).graph
+    assert graph.by_name["attention"].args[3:5] == (None, True)
