@@ -289,7 +289,7 @@ def test_verify_compares_with_one_process(
     assert "2 processes and one, 2 steps: the same" in printed
 
 
-@pytest.mark.slow
+@pytest.mark.large
 def test_verify_raises_what_the_ranks_raised(model: str) -> None:
     with pytest.raises(HintError, match="cannot lay degrees tp=3"):
         cli.verify(model, "local:2", hint=["tp=3"], steps=1)
