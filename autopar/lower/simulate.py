@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from autopar.cost.kernel import KernelSeconds, is_causal, kernel_seconds
 from autopar.cost.reshard import CollectiveSeconds
-from autopar.ir.graph import Ref, TensorType
+from autopar.ir.graph import Phase, Ref, TensorType
 from autopar.lower.live import Storages, kinds_at, live_bytes, storages
 from autopar.lower.program import (
     ALL_GATHER,
@@ -86,6 +86,7 @@ class Simulation:
 
     Attributes:
         seconds: From its first instruction to its last.
+        forward_s: From its first instruction to the first of the backward.
         compute_s: Of its kernels, alone on the device.
         communication_s: Of its collectives, alone on the device.
         exposed_s: Compute idle in waits and at the end.
@@ -101,6 +102,7 @@ class Simulation:
     """
 
     seconds: float
+    forward_s: float
     compute_s: float
     communication_s: float
     exposed_s: float
@@ -124,7 +126,10 @@ def simulate(program: Program, cost: Prices) -> Simulation:
     """
     memory = storages(program)
     clock = _Clock(program, cost, memory)
+    forward_s: float | None = None
     for instruction in program.instructions:
+        if forward_s is None and instruction.phase is Phase.BACKWARD:
+            forward_s = clock.now
         clock.run(instruction)
     clock.drain()
     live = live_bytes(program, memory)
@@ -135,6 +140,7 @@ def simulate(program: Program, cost: Prices) -> Simulation:
         entered[item.kind] += item.local_type.num_bytes
     return Simulation(
         seconds=clock.now,
+        forward_s=clock.now if forward_s is None else forward_s,
         compute_s=clock.compute_s,
         communication_s=clock.communication_s,
         exposed_s=clock.exposed_s,
