@@ -16,12 +16,11 @@ from autopar.ir.graph import Ref
 from autopar.lower.program import (
     ACCUMULATE,
     LOOP,
-    MICROBATCH,
     Instruction,
     Program,
     Section,
 )
-from autopar.runtime.module import AxisGroup, build_module, build_part
+from autopar.runtime.module import AxisGroup, Part, build_module, build_part
 
 Run = Callable[..., tuple[Tensor, ...]]
 
@@ -57,6 +56,8 @@ def build(
 
 
 class _Loop:
+    """A prologue, a body for each size of microbatch, an epilogue."""
+
     def __init__(
         self,
         programs: Sequence[Program],
@@ -65,49 +66,57 @@ class _Loop:
     ) -> None:
         first = programs[0]
         assert len(programs) == first.microbatches, (len(programs), first.microbatches)
-        given = [Ref(entry.name) for entry in first.inputs]
-        prologue = _of(first, Section.PROLOGUE)
-        bodies = [_of(program, *LOOP) for program in programs]
-        epilogue = _of(first, Section.EPILOGUE)
-        joins = [i for i in epilogue if i.op == ACCUMULATE]
-        totals = list(dict.fromkeys(i.operands[0] for i in joins))
-        self._reduces = [_reduce_of(joins, ref) for ref in totals]
-        made = [*given, *_results(prologue)]
-        read = {ref for part in (*bodies, epilogue) for i in part for ref in i.operands}
-        self._shared = [ref for ref in made if ref in read or ref in first.results]
+        given = tuple(Ref(entry.name) for entry in first.inputs)
+        prologue = part_of(first, Section.PROLOGUE)
+        bodies = [part_of(program, *LOOP) for program in programs]
+        joins = [i for i in part_of(first, Section.EPILOGUE) if i.op == ACCUMULATE]
+        totals = tuple(dict.fromkeys(i.operands[0] for i in joins))
+        self._reduces = [reduce_of(joins, ref) for ref in totals]
+        epilogue = tuple(
+            as_alias(i) if i.op == ACCUMULATE else i for i in part_of(first, Section.EPILOGUE)
+        )
+        read_late = {ref for i in epilogue for ref in i.operands}.union(first.results)
+        read = read_late.union(ref for body in bodies for i in body for ref in i.operands)
+        shared = tuple(ref for ref in (*given, *_results(prologue)) if ref in read)
+        self._late = [n for n, ref in enumerate(shared) if ref in read_late]
+        late = tuple(shared[n] for n in self._late)
 
-        def part(instructions: Sequence[Instruction], ins: list[Ref], outs: Sequence[Ref]) -> Run:
-            module = build_part(instructions, ins, outs, groups, device)
+        def built(
+            instructions: tuple[Instruction, ...], ins: tuple[Ref, ...], outs: tuple[Ref, ...]
+        ) -> Run:
+            module = build_part(Part(instructions, ins, outs), groups, device)
             self.modules += (module,)
             return module.forward
 
         self.modules: tuple[fx.GraphModule, ...] = ()
-        self._prologue = part(prologue, given, self._shared)
-        by_body: dict[tuple[Instruction, ...], Run] = {}
-        for body in bodies:
-            if body not in by_body:
-                by_body[body] = part(body, self._shared, totals)
+        self._prologue = built(prologue, given, shared)
+        by_body = {body: built(body, shared, totals) for body in dict.fromkeys(bodies)}
         self._bodies = [by_body[body] for body in bodies]
-        self._numbered = [any(i.op == MICROBATCH for i in body) for body in bodies]
-        rest = [_as_alias(i) if i.op == ACCUMULATE else i for i in epilogue]
-        self._epilogue = part(rest, [*self._shared, *totals], first.results)
+        self._epilogue = built(epilogue, (*late, *totals), first.results)
 
     def run(self, *values: Tensor) -> tuple[Tensor, ...]:
-        shared = self._prologue(*values)
+        """Results of the step; what the last microbatch reads last is freed while it runs."""
+        shared = list(self._prologue(0, list(values)))
+        late = [shared[n] for n in self._late]
         totals: list[Tensor] = []
         for number, body in enumerate(self._bodies):
-            numbers = (number,) if self._numbered[number] else ()
-            made = body(*numbers, *shared)
+            box = list(shared)
+            if number == len(self._bodies) - 1:
+                shared.clear()
+            made = body(number, box)
             if number == 0:
-                totals = _owned(made, (*values, *shared))
+                totals = owned(made, (*values, *shared, *late))
             else:
                 for total, term, reduce in zip(totals, made, self._reduces, strict=True):
-                    _join(total, term, reduce)
+                    join(total, term, reduce)
             del made
-        return self._epilogue(*shared, *totals)
+        box = [*late, *totals]
+        late.clear()
+        totals.clear()
+        return self._epilogue(0, box)
 
 
-def _of(program: Program, *sections: Section) -> tuple[Instruction, ...]:
+def part_of(program: Program, *sections: Section) -> tuple[Instruction, ...]:
     return tuple(i for i in program.instructions if i.section in sections)
 
 
@@ -115,13 +124,13 @@ def _results(instructions: Sequence[Instruction]) -> list[Ref]:
     return [Ref(i.name, index) for i in instructions for index in range(len(i.outputs))]
 
 
-def _reduce_of(joins: Sequence[Instruction], ref: Ref) -> str:
+def reduce_of(joins: Sequence[Instruction], ref: Ref) -> str:
     reduces = {str(i.args[1]) for i in joins if i.operands[0] == ref}
     assert len(reduces) == 1, (ref, reduces)
     return reduces.pop()
 
 
-def _as_alias(join: Instruction) -> Instruction:
+def as_alias(join: Instruction) -> Instruction:
     """The accumulated value, which enters the epilogue joined already."""
     return Instruction(
         name=join.name,
@@ -133,7 +142,7 @@ def _as_alias(join: Instruction) -> Instruction:
     )
 
 
-def _owned(made: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
+def owned(made: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
     """The first terms, copied where joining into them would write into something else."""
     taken = {tensor.untyped_storage().data_ptr() for tensor in others}
     found = []
@@ -145,7 +154,7 @@ def _owned(made: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
-def _join(total: Tensor, term: Tensor, reduce: str) -> None:
+def join(total: Tensor, term: Tensor, reduce: str) -> None:
     if reduce == "sum":
         total.add_(term)
     elif reduce == "max":

@@ -90,6 +90,11 @@ def _bytes_as(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     return bytes_as
 
 
+def _take(box: list[Any], position: int) -> Any:
+    value, box[position] = box[position], None
+    return value
+
+
 def _rows_of_microbatch(value: Tensor, number: int, chunk: int, own: int) -> Tensor:
     return value.narrow(1, min(number * chunk, value.shape[1]), own)
 
@@ -127,39 +132,45 @@ def build_module(
         groups: The group of each mesh axis, in mesh order.
         device: What device constants mean.
     """
-    inputs = [Ref(entry.name) for entry in program.inputs]
-    return build_part(program.instructions, inputs, program.results, groups, device)
+    build = _Build(groups=groups, device=device)
+    for position, entry in enumerate(program.inputs):
+        # Not by their own names: FX lets one that shadows a builtin clobber another.
+        build.values[Ref(entry.name)] = build.graph.placeholder(f"input_{position}")
+    return build.finish(program.instructions, program.results)
 
 
-def build_part(
-    instructions: Sequence[Instruction],
-    inputs: Sequence[Ref],
-    outputs: Sequence[Ref],
-    groups: tuple[AxisGroup, ...],
-    device: torch.device,
-) -> fx.GraphModule:
-    """The module that runs some instructions, as `build_module`.
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some instructions of a program.
+
+    Attributes:
+        instructions: In order.
+        inputs: Values that enter.
+        outputs: Values that leave.
+    """
+
+    instructions: tuple[Instruction, ...]
+    inputs: tuple[Ref, ...]
+    outputs: tuple[Ref, ...]
+
+
+def build_part(part: Part, groups: tuple[AxisGroup, ...], device: torch.device) -> fx.GraphModule:
+    """The module that runs a part of a program.
+
+    Its forward takes the number of the microbatch and a list of the inputs, which it empties, so
+    that each one is freed after its last use; it returns the tuple of the outputs.
 
     Args:
-        instructions: In order.
-        inputs: Values that enter. Where there are ``autopar.microbatch`` instructions, the number
-            of the microbatch enters in front of them.
-        outputs: Values that leave.
+        part: What to run.
         groups: The group of each mesh axis, in mesh order.
         device: What device constants mean.
     """
     build = _Build(groups=groups, device=device)
-    if any(instruction.op == MICROBATCH for instruction in instructions):
-        build.number = build.graph.placeholder("microbatch_number")
-    for position, ref in enumerate(inputs):
-        # Not by their own names: FX lets one that shadows a builtin clobber another.
-        build.values[ref] = build.graph.placeholder(f"input_{position}")
-    for instruction in instructions:
-        build.add(instruction)
-    build.graph.output(tuple(build.values[ref] for ref in outputs))
-    module = fx.GraphModule(torch.nn.Module(), build.graph, "Program")
-    module.graph.lint()
-    return module
+    build.number = build.graph.placeholder("microbatch_number")
+    box = build.graph.placeholder("box")
+    for position, ref in enumerate(part.inputs):
+        build.values[ref] = build.graph.call_function(_take, (box, position))
+    return build.finish(part.instructions, part.outputs)
 
 
 @dataclass(kw_only=True)
@@ -173,6 +184,15 @@ class _Build:
     pending: dict[Ref, Callable[[Tensor], Tensor] | None] = field(default_factory=dict)
     number: fx.Node | None = None
     current: str = ""
+
+    def finish(self, instructions: Sequence[Instruction], outputs: Sequence[Ref]) -> fx.GraphModule:
+        """The module, after the inputs were declared."""
+        for instruction in instructions:
+            self.add(instruction)
+        self.graph.output(tuple(self.values[ref] for ref in outputs))
+        module = fx.GraphModule(torch.nn.Module(), self.graph, "Program")
+        module.graph.lint()
+        return module
 
     def add(self, instruction: Instruction) -> None:
         self.current = instruction.name
