@@ -82,7 +82,8 @@ def strategies(
         rule: The node's rule.
         operand_types: Global types of its operands.
         output_types: Global types of its outputs.
-        mesh: The mesh; an axis of one rank leaves the node whole.
+        mesh: The mesh; an axis of one rank leaves the node whole. Its time axis splits no factor
+            whose parts would be joined inside the node, since microbatches run one by one.
         cuts: Where each factor may be cut besides ``(1, D)``.
         allow: Further restriction of an axis to factors; default none.
     """
@@ -163,6 +164,8 @@ class _Lister:
     ) -> tuple[_Effect, tuple[_Taken, ...]] | None:
         """The effect of splitting a piece by one more axis; None if that is not legal."""
         assert option.factor is not None
+        if axis == self.mesh.time_axis and option.factor in self.rule.synced:
+            return None
         outer, size = option.cut
         ranks, before = self.mesh.sizes[axis], 1
         for piece in taken:

@@ -774,9 +774,10 @@ def _group_norm(draw: Draw) -> Sample:
 
 
 def _group_norm_backward(draw: Draw) -> Sample:
-    x, weight, bias, *rest = _group_norm(draw).args
-    _, mean, rstd = torch.ops.aten.native_group_norm.default(x, weight, bias, *rest)
-    mask = [True, weight is not None, bias is not None]
+    x, weight, _, *rest = _group_norm(draw).args
+    _, mean, rstd = torch.ops.aten.native_group_norm.default(x, weight, weight, *rest)
+    affine = weight is not None
+    mask = [True, affine, affine]
     return Sample(draw.floats(*x.shape), x, mean, rstd, weight, *rest[:4], mask)
 
 

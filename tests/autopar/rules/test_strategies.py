@@ -102,6 +102,16 @@ def test_contiguous_factors_have_no_gaps() -> None:
     assert needs_expansion(rule, split, Mesh(("a",), (2,)))
 
 
+def test_microbatches_join_nothing_inside_a_node() -> None:
+    kind = _float(4, 8)
+    node = _node("s", "aten._softmax.default", (Ref("x"), 0, False), kind)
+    rule = rule_for(node, (kind,))
+    found = strategies(rule, (kind,), node.outputs, Mesh(("a",), (2,)).with_time(2))
+    assert (Split(0, 1, 2), WHOLE) in {s.operands[0] for s in found}
+    assert (WHOLE, Split(0, 1, 2)) not in {s.operands[0] for s in found}
+    assert (WHOLE, Split(1, 1, 4)) in {s.operands[0] for s in found}
+
+
 def test_allow_restricts_axes_to_factors() -> None:
     node, types, rule = _mm(4, 6, 8)
     mesh = Mesh(("dp", "tp"), (2, 2))
