@@ -22,6 +22,8 @@ class Kind(StrEnum):
     WEIGHT_GRADIENT = "weight_gradient"
     """The rest: nothing waits for it but the optimizer."""
 
+    __hash__ = str.__hash__  # the enum's own is a Python call, and actions are keys everywhere
+
 
 GRADIENTS = (Kind.BACKWARD, Kind.INPUT_GRADIENT)
 """The kinds that send a gradient to the chunk before."""
