@@ -11,6 +11,7 @@ from autopar.errors import AutoparError
 from autopar.options import Options, OptimizerSpec
 from autopar.plan.records import Plan
 from autopar.rules.table import user_rule as rule
+from autopar.runtime.checkpoint import load
 from autopar.runtime.clip import clip_grad_norm_
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "clip_grad_norm_",
     "compile",
     "hint",
+    "load",
     "plan",
     "rule",
 ]

@@ -21,19 +21,24 @@ from autopar.capture import Captured, capture_step
 from autopar.cost.node import axis_seconds
 from autopar.errors import AutoparError, UnsupportedError
 from autopar.hint import Hint
-from autopar.ir.sharding import Sharding
+from autopar.ir.graph import Graph, Node, Ref
+from autopar.ir.sharding import Mesh
 from autopar.lower.overlap import overlap
-from autopar.lower.program import Program
-from autopar.lower.spmd import lower
+from autopar.lower.program import Program, Section
+from autopar.lower.spmd import Crossing, lower
 from autopar.options import Options, OptimizerSpec, rules_by_op
 from autopar.plan.check import check
-from autopar.plan.records import Plan, StagePlan
+from autopar.plan.records import NodePlan, Plan, StagePlan
 from autopar.plan.serialize import from_json, to_json
 from autopar.planner.driver import Request, make_plan
+from autopar.rules.strategies import strategies
 from autopar.runtime.executor import ParallelModule, StepRequest
-from autopar.runtime.groups import Session, open_session
-from autopar.runtime.params import shard_model
+from autopar.runtime.groups import Session, StagePeers, open_session
+from autopar.runtime.params import ModelState, shard_model
+from autopar.runtime.pipeline import SharedResult, StageSource
 from autopar.runtime.step import StepSource
+from autopar.schedules.actions import Kind
+from autopar.schedules.table import schedule_named
 from autopar.search.analysis import Analysis, analyse
 from cost_models.cluster import Cluster
 
@@ -85,7 +90,7 @@ def compile(
         options=options or Options(),
     )
     check_precision(precision)
-    session = open_session(_device_type(cluster), cluster.num_devices)
+    session = open_session(_device_type(cluster), cluster.num_devices, job.options.timeout_s)
     given = None
     failed: Exception | None = None
     try:
@@ -211,6 +216,7 @@ class _Compiler:
         self.session = session
         self.given = given
         self.stage: StagePlan | None = None
+        self.peers: StagePeers | None = None
 
     def __call__(self, parallel: ParallelModule, request: StepRequest) -> StepSource:
         captured, analysis, capture_s = self._phase("capture", lambda: self._capture(request))
@@ -219,9 +225,10 @@ class _Compiler:
         programs = self._phase("lowering", lambda: self._lower(analysis, plan))
         if self.stage is None:
             self._phase("sharding the parameters", lambda: self._adopt(parallel, captured, plan))
-            self.stage = plan.stage
+            self.stage = plan.stages[0]
         return StepSource(
             program=programs[0],
+            stage=self._stage_source(captured, analysis, plan),
             microbatches=programs if len(programs) > 1 else (),
             plan=plan,
             constants=captured.constants,
@@ -285,39 +292,125 @@ class _Compiler:
             self.job.cluster.num_devices,
             fingerprint=captured.fingerprint,
             views=frozenset(ref.node for ref in analysis.aliases),
+            follows=None if plan is not self.given else _Follows(analysis),
         )
+
+    def _place(self, plan: Plan) -> tuple[int, tuple[int, ...]]:
+        """This rank's stage, and its coordinates on the stage's mesh of ranks."""
+        mesh = plan.stages[0].mesh
+        stage, rank = divmod(self.session.rank, mesh.num_ranks)
+        return stage, mesh.coordinates(rank)
 
     def _lower(self, analysis: Analysis, plan: Plan) -> tuple[Program, ...]:
         """This rank's program of every microbatch."""
-        stage = plan.stage
-        rank = self.session.rank - stage.first_rank
+        number, coordinates = self._place(plan)
+        stage = plan.stages[number]
         seconds = axis_seconds(self.job.cluster, stage.mesh)
-        coordinates = stage.mesh.coordinates(rank)
         times = [(m,) for m in range(plan.microbatches)] if plan.microbatches > 1 else [()]
-        return tuple(
-            overlap(lower(analysis.graph, analysis.rules, stage, (*coordinates, *time), seconds))
+        crossing = Crossing(number, plan.transfers)
+        graph, rules = analysis.graph, analysis.rules
+        found = tuple(
+            overlap(lower(graph, rules, stage, (*coordinates, *time), seconds, crossing))
             for time in times
+        )
+        return tuple(_with_results(program, graph) for program in found)
+
+    def _stage_source(
+        self, captured: Captured, analysis: Analysis, plan: Plan
+    ) -> StageSource | None:
+        if len(plan.stages) == 1:
+            return None
+        assert self.peers is not None
+        rows = schedule_named(plan.schedule).generate(len(plan.stages), 1, plan.microbatches)
+        sections = {Kind.FORWARD: Section.FORWARD, Kind.BACKWARD: Section.BACKWARD}
+        members = [{node.name for node in stage.nodes} for stage in plan.stages]
+        graph = captured.graph
+        results = ([] if graph.loss is None else [graph.loss]) + [ref for _, ref in graph.aux]
+        shared = []
+        for index, ref in enumerate(results):
+            made = analysis.root(ref).root.node
+            stage = next((s for s, own in enumerate(members) if made in own), 0)
+            shared.append(SharedResult(index=index, stage=stage, type=graph.type_of(ref)))
+        return StageSource(
+            row=tuple((sections[a.kind], a.microbatch) for a in rows[self.peers.stage]),
+            peers=self.peers,
+            shared=tuple(shared),
+            num_transfers=len(plan.transfers),
         )
 
     def _adopt(self, parallel: ParallelModule, captured: Captured, plan: Plan) -> None:
-        stage = plan.stage
+        number, coordinates = self._place(plan)
+        stage = plan.stages[number]
         space = stage.mesh.space
-        stored: Mapping[str, Sharding] = {
-            p.name: p.stored[: len(space.sizes)] for p in stage.parameters
-        }
-        groups = self.session.groups(space, stage.first_rank)
-        seed = self.job.options.seed
+        if len(plan.stages) == 1:
+            groups = self.session.groups(space)
+        else:
+            groups, self.peers = self.session.stage_groups(space, len(plan.stages))
         state = shard_model(
             self.job.model,
-            stored=stored,
+            stored={p.name: p.stored[: len(space.sizes)] for p in stage.parameters},
             aliases=captured.graph.aliases,
             groups=groups,
-            coordinates=stage.mesh.coordinates(self.session.rank - stage.first_rank),
+            coordinates=coordinates,
             device=self.session.device,
             init=self.job.init,
-            seed=torch.initial_seed() if seed is None else seed,
+            seed=self._seed(),
         )
-        parallel.adopt(plan, groups, state)
+        if len(plan.stages) > 1:
+            state = _owned(state, {p.name for p in stage.parameters}, captured.graph.aliases)
+        parallel.adopt(plan, groups, state, self.job.spec.state_bytes)
+
+
+    def _seed(self) -> int:
+        """The seed of the options, or rank 0's."""
+        seed = self.job.options.seed
+        own = torch.initial_seed() if seed is None else seed
+        return int(self.session.broadcast_text(str(own) if self.session.rank == 0 else None))
+
+
+def _with_results(program: Program, graph: Graph) -> Program:
+    """The program with a place for results that another stage makes."""
+    if graph.loss is None or program.loss is not None:
+        return program
+    made = dict(program.aux)
+    return replace(
+        program,
+        loss=Ref("#loss"),
+        aux=tuple((name, made.get(name, Ref(f"#{name}"))) for name, _ in graph.aux),
+    )
+
+
+def _owned(state: ModelState, names: set[str], aliases: Mapping[str, str]) -> ModelState:
+    """The parameters of one stage; every stage has all buffers."""
+    return replace(
+        state,
+        parameters={
+            name: p for name, p in state.parameters.items() if aliases.get(name, name) in names
+        },
+    )
+
+
+class _Follows:
+    """Whether a node's shardings are a strategy of its rule: a plan may have been edited."""
+
+    def __init__(self, analysis: Analysis) -> None:
+        self._analysis = analysis
+        self._known: dict[tuple[int, Mesh], frozenset[tuple[object, object]]] = {}
+
+    def __call__(self, node: Node, entry: NodePlan, mesh: Mesh) -> bool:
+        rule = self._analysis.rules[node.name]
+        key = (id(rule), mesh)
+        known = self._known.get(key)
+        if known is None:
+            found = strategies(
+                rule,
+                self._analysis.operand_types(node),
+                node.outputs,
+                mesh,
+                cuts=self._analysis.cuts.get(node.name, {}),
+            )
+            known = self._known[key] = frozenset((s.operands, s.outputs) for s in found)
+        return (entry.operands, entry.outputs) in known
 
 
 class _in_mode:

@@ -124,6 +124,7 @@ class Message:
         stage: The other stage.
         section: When it is sent (behind that section) or received (before it).
         local_type: Type of the piece.
+        number: Of the transfer, the same on both sides.
     """
 
     ref: Ref
@@ -131,6 +132,7 @@ class Message:
     stage: int
     section: Section
     local_type: TensorType
+    number: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -175,7 +175,7 @@ class _Lowering:
 
     def _receive(self) -> None:
         """Say where values of other stages come in."""
-        for transfer in self.crossing.transfers:
+        for number, transfer in enumerate(self.crossing.transfers):
             if transfer.target != self.crossing.stage:
                 continue
             root = _ref(transfer.value)
@@ -195,12 +195,13 @@ class _Lowering:
                     stage=transfer.source,
                     section=section,
                     local_type=local,
+                    number=number,
                 )
             )
 
     def _send(self, *sections: Section) -> None:
         """Bring what other stages read into the sharding in which it leaves."""
-        for transfer in self.crossing.transfers:
+        for number, transfer in enumerate(self.crossing.transfers):
             if transfer.source != self.crossing.stage:
                 continue
             root = _ref(transfer.value)
@@ -216,6 +217,7 @@ class _Lowering:
                     stage=transfer.target,
                     section=section,
                     local_type=self.build.types[ref],
+                    number=number,
                 )
             )
 

@@ -230,7 +230,8 @@ class Plan:
 
     @property
     def mesh(self) -> Mesh:
-        return self.stage.mesh
+        """Mesh of every stage; its last axis is the time axis if there are microbatches."""
+        return self.stages[0].mesh
 
     @cached_property
     def parameters(self) -> Mapping[str, ParameterPlan]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from autopar.errors import AutoparError
+from autopar.runtime.groups import group_over_stages
 
 
 @torch.no_grad()
@@ -37,10 +38,12 @@ def clip_grad_norm_(
     Raises:
         AutoparError: The norm is not finite and ``error_if_nonfinite`` is set.
     """
-    gradients = _gradients(parameters)
-    if not gradients:
+    distinct = _distinct(parameters)
+    gradients = [p.grad for p in distinct if p.grad is not None]
+    stages = _group_over_stages(distinct)
+    if not gradients and stages is None:
         return torch.tensor(0.0)
-    norm = _total_norm(gradients, float(norm_type))
+    norm = _total_norm(gradients, float(norm_type), stages)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise AutoparError(
             f"cannot clip gradients: their norm is {norm.item()}; skip this step, or clip without "
@@ -48,31 +51,37 @@ def clip_grad_norm_(
         )
     factor = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
     locals_ = [_local(gradient) for gradient in gradients]
-    torch._foreach_mul_(locals_, factor.to(locals_[0].device))
+    if locals_:
+        torch._foreach_mul_(locals_, factor.to(locals_[0].device))
     return norm
 
 
-def _gradients(parameters: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
-    """Gradients, each once."""
+def _distinct(parameters: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
+    """Parameters, each once."""
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
     elif isinstance(parameters, Tensor):
         parameters = (parameters,)
-    distinct = {id(p): p for p in parameters}
-    return [p.grad for p in distinct.values() if p.grad is not None]
+    return list({id(p): p for p in parameters}.values())
+
+
+def _group_over_stages(parameters: list[Tensor]) -> Any:
+    """Group over the stages of the pipeline that the parameters are on; None without one."""
+    found = (group_over_stages(p.device_mesh) for p in parameters if isinstance(p, DTensor))
+    return next((group for group in found if group is not None), None)
 
 
 def _local(gradient: Tensor) -> Tensor:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
-def _total_norm(gradients: list[Tensor], norm_type: float) -> Tensor:
-    """Norm over all gradients, joined over the axes that split each of them."""
+def _total_norm(gradients: list[Tensor], norm_type: float, stages: Any) -> Tensor:
+    """Norm over all gradients, joined over the axes that split each of them and over stages."""
     by_axes: dict[Any, list[Tensor]] = {}
     for gradient in gradients:
         by_axes.setdefault(_split_axes(gradient), []).append(_local(gradient))
     infinite = norm_type == float("inf")
-    device = _local(gradients[0]).device
+    device = _local(gradients[0]).device if gradients else torch.device("cpu")
     total = torch.zeros((), dtype=torch.float32, device=device)
     for axes, locals_ in sorted(by_axes.items(), key=lambda item: repr(item[0])):
         # An empty shard has no largest element.
@@ -84,6 +93,9 @@ def _total_norm(gradients: list[Tensor], norm_type: float) -> Tensor:
             op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
             dist.all_reduce(part, op=op, group=mesh.get_group(axis))
         total = torch.maximum(total, part) if infinite else total + part
+    if stages is not None:
+        op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
+        dist.all_reduce(total, op=op, group=stages)
     return total if infinite else total.pow(1.0 / norm_type)
 
 

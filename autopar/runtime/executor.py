@@ -368,7 +368,7 @@ class ParallelModule(nn.Module):
         assert own.state is not None and own.groups is not None, "compile_step must adopt a plan"
         programs = source.microbatches or (source.program,)
         order = " ".join(dict.fromkeys(program.action_hash() for program in programs))
-        own.session.agree_equal("orders of collectives", order)
+        own.session.agree_equal("orders of collectives", order, source.stage_number)
         return Step(source, own.state, own.groups, own.session.device, paths)
 
     def _find_for_part(self, part: Any) -> tuple[Step, tuple[Tensor, ...]]:

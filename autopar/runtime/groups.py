@@ -67,6 +67,35 @@ class MeshGroups:
     device_mesh: DeviceMesh
 
 
+_STAGES: weakref.WeakKeyDictionary[DeviceMesh, Any] = weakref.WeakKeyDictionary()
+"""Group over the stages of a pipeline, by the mesh of a stage's parameters."""
+
+
+def group_over_stages(mesh: DeviceMesh) -> Any:
+    """Group of this rank and its peers on other stages; None without a pipeline."""
+    return _STAGES.get(mesh)
+
+
+@dataclass(frozen=True)
+class StagePeers:
+    """The ranks with this rank's place on the other stages of a pipeline.
+
+    Attributes:
+        stage: This rank's stage.
+        num_ranks: Ranks of one stage.
+        down: Group of messages to later stages; ``up`` of those to earlier ones.
+    """
+
+    stage: int
+    num_ranks: int
+    down: Any
+    up: Any
+
+    def rank_of(self, rank: int, stage: int) -> int:
+        """Global number of the peer on another stage."""
+        return rank + (stage - self.stage) * self.num_ranks
+
+
 @dataclass(eq=False)
 class Session:
     """This process among its peers.
@@ -117,18 +146,20 @@ class Session:
         with suppress(Exception):
             self.agree(phase, error)
 
-    def agree_equal(self, what: str, digest: str) -> None:
-        """Raise on every rank unless all ranks have the same digest of ``what``.
+    def agree_equal(self, what: str, digest: str, stage: int = 0) -> None:
+        """Raise on every rank unless all ranks of a stage have the same digest of ``what``.
 
         Raises:
             RuntimeFailure: They differ.
         """
-        digests = self._all_gather(what, digest)
-        other = next((r for r, found in enumerate(digests) if found != digests[0]), None)
-        if other is not None:
+        first: dict[int, tuple[int, str]] = {}
+        for other, (own, found) in enumerate(self._all_gather(what, (stage, digest))):
+            rank, expected = first.setdefault(own, (other, found))
+            if found == expected:
+                continue
             raise RuntimeFailure(
-                f"cannot go on with different {what}: rank 0 has {digests[0]}, rank {other} has "
-                f"{digests[other]}; give every rank the same model, batch, cluster and hints"
+                f"cannot go on with different {what}: rank {rank} has {expected}, rank {other} has "
+                f"{found}; give every rank the same model, batch, cluster and hints"
             )
 
     def broadcast_text(self, text: str | None) -> str:
@@ -319,6 +350,42 @@ class Session:
         device_mesh = DeviceMesh(self.device.type, grid, mesh_dim_names=names)
         self._warm_up(owned)
         return MeshGroups(mesh, tuple(axes), active, device_mesh), owned
+
+    def stage_groups(self, mesh: Mesh, num_stages: int) -> tuple[MeshGroups, StagePeers]:
+        """Groups of this rank's stage of a pipeline, and of its messages to other stages.
+
+        Stages have equal meshes and follow each other in rank order. Every rank must call it.
+
+        Args:
+            mesh: Mesh of one stage.
+            num_stages: Number of stages.
+        """
+        ranks = torch.arange(num_stages * mesh.num_ranks)
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        grid = ranks.reshape(num_stages, *mesh.sizes)
+        active = tuple(a for a, size in enumerate(mesh.sizes) if size > 1)
+        axes, owned = [AxisGroup("", 1)] * len(mesh.sizes), []
+        for axis in active:
+            group = self._axis_group(grid, axis + 1, backend)
+            axes[axis] = AxisGroup(group.group_name, mesh.sizes[axis])
+            owned.append(group)
+        active = active or (0,)
+        names = tuple(mesh.names[a] for a in active) if mesh.names else ("all",)
+        sizes = [mesh.sizes[a] for a in active] if mesh.sizes else [1]
+        whole = DeviceMesh(
+            self.device.type, ranks.reshape(num_stages, *sizes), mesh_dim_names=("pp", *names)
+        )
+        down, up = (
+            dist.new_group(timeout=_delta(self.step_timeout_s), backend=backend) for _ in range(2)
+        )
+        owned += [down, up]
+        self._warm_up(owned)
+        peers = StagePeers(
+            stage=self.rank // mesh.num_ranks, num_ranks=mesh.num_ranks, down=down, up=up
+        )
+        own = whole[names]
+        _STAGES[own] = whole.get_group("pp")
+        return MeshGroups(mesh, tuple(axes), active, own), peers
 
     def _axis_group(self, ranks: torch.Tensor, axis: int, backend: str) -> Any:
         """This rank's group along an axis; every rank makes every group, in sorted order."""

@@ -20,6 +20,7 @@ from autopar.lower.program import WAIT, Program, ProgramInput
 from autopar.plan.records import Plan
 from autopar.runtime.groups import MeshGroups
 from autopar.runtime.loop import build
+from autopar.runtime.pipeline import StageSource, build_stage
 from autopar.runtime.params import ModelState, input_piece, local_of, local_piece
 
 
@@ -34,6 +35,7 @@ class StepSource:
         returns_dict: Whether the loss function returns ``(loss, dict)``.
         batch_dims: Input path to the dim that counts samples.
         microbatches: The rank's program of every microbatch, if there are several.
+        stage: How the rank's stage of a pipeline runs; None without a pipeline.
     """
 
     program: Program
@@ -42,6 +44,12 @@ class StepSource:
     returns_dict: bool = False
     batch_dims: Mapping[str, int]
     microbatches: tuple[Program, ...] = ()
+    stage: StageSource | None = None
+
+    @property
+    def stage_number(self) -> int:
+        """The rank's stage of a pipeline, 0 without one."""
+        return 0 if self.stage is None else self.stage.peers.stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +89,11 @@ class Step:
         self.source = source
         self.targets = tuple(state.parameters[name] for name in program.gradients)
         self.has_run = False
-        built = build(source.microbatches or (program,), groups.axes, device)
+        programs = source.microbatches or (program,)
+        if source.stage is None:
+            built = build(programs, groups.axes, device)
+        else:
+            built = build_stage(programs, source.stage, groups.axes, device)
         self.modules = built.modules
         self._call = built.run
         self._device = device
@@ -217,7 +229,7 @@ class Step:
             BatchError: They are not contiguous.
         """
         mesh = self.source.program.mesh
-        coordinates = mesh.coordinates(rank - self.source.plan.stage.first_rank)
+        coordinates = mesh.coordinates(rank % mesh.num_ranks)
         found = {}
         for path, dim in self.source.batch_dims.items():
             entry = self._inputs.get(path)
