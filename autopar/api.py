@@ -26,7 +26,7 @@ from autopar.ir.sharding import Mesh
 from autopar.lower.overlap import overlap
 from autopar.lower.program import Program, Section
 from autopar.lower.spmd import Crossing, lower
-from autopar.options import Options, OptimizerSpec, rules_by_op
+from autopar.options import OptimizerSpec, Options, rules_by_op
 from autopar.plan.check import check
 from autopar.plan.records import NodePlan, Plan, StagePlan
 from autopar.plan.serialize import from_json, to_json
@@ -173,7 +173,9 @@ def optimizer_spec(optimizer: Optimizer) -> OptimizerSpec:
         return OptimizerSpec()
     if isinstance(optimizer, OptimizerSpec):
         return optimizer
-    partial = optimizer if isinstance(optimizer, functools.partial) else functools.partial(optimizer)
+    partial = (
+        optimizer if isinstance(optimizer, functools.partial) else functools.partial(optimizer)
+    )
     kind: Any = partial.func
     options = partial.keywords
     moments = {
@@ -249,10 +251,8 @@ class _Compiler:
 
     def _capture(self, request: StepRequest) -> tuple[Captured, Analysis, float]:
         start = time.perf_counter()
-        with _in_mode(self.job.model, request.training, request.trainable):
-            captured = capture_step(
-                self.job.model, request.batch, self.job.loss, grad=request.grad
-            )
+        with _InMode(self.job.model, request.training, request.trainable):
+            captured = capture_step(self.job.model, request.batch, self.job.loss, grad=request.grad)
         capture_s = time.perf_counter() - start
         return captured, analyse(captured.graph, rules_by_op(self.job.options)), capture_s
 
@@ -360,7 +360,6 @@ class _Compiler:
             state = _owned(state, {p.name for p in stage.parameters}, captured.graph.aliases)
         parallel.adopt(plan, groups, state, self.job.spec.state_bytes)
 
-
     def _seed(self) -> int:
         """The seed of the options, or rank 0's."""
         seed = self.job.options.seed
@@ -413,7 +412,7 @@ class _Follows:
         return (entry.operands, entry.outputs) in known
 
 
-class _in_mode:
+class _InMode:
     """The model with the training and ``requires_grad`` flags of the compiled module."""
 
     def __init__(
@@ -436,7 +435,7 @@ class _in_mode:
         for parameter, wanted, _ in self._parameters:
             parameter.requires_grad_(wanted)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *failure: object) -> None:
         for module, _, before in self._modules:
             module.training = before
         for parameter, _, before in self._parameters:

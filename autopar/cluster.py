@@ -31,9 +31,9 @@ class Cluster(_Cluster):
         return _translated(lambda: _of(_Cluster.preset(name, nodes)))
 
     @classmethod
-    def local(cls, num_processes: int) -> Cluster:
+    def local(cls, num_processes: int, *, memory_bytes: int | None = None) -> Cluster:
         """CPU processes of this machine that talk through gloo."""
-        return _translated(lambda: _of(_Cluster.local(num_processes)))
+        return _translated(lambda: _of(_Cluster.local(num_processes, memory_bytes=memory_bytes)))
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Cluster:

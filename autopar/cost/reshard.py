@@ -77,9 +77,7 @@ def step_kind(shape: tuple[int, ...], before: Sharding, after: Sharding, axis: i
     return ALL_TO_ALL if joint_atoms_exist(shape, before, axis, new) else None
 
 
-def joint_atoms_exist(
-    shape: Sequence[int], before: Sharding, axis: int, new: AxisSharding
-) -> bool:
+def joint_atoms_exist(shape: Sequence[int], before: Sharding, axis: int, new: AxisSharding) -> bool:
     """Whether the old and the new split of ``axis`` divide the tensor into common pieces."""
     old = before[axis]
     assert isinstance(old, Split) and isinstance(new, Split)
@@ -100,7 +98,7 @@ def step_bytes(kind: TensorType, step: Step) -> int:
 
 def replaced(sharding: Sharding, axis: int, new: AxisSharding) -> Sharding:
     """The sharding with one axis changed."""
-    return sharding[:axis] + (new,) + sharding[axis + 1 :]
+    return (*sharding[:axis], new, *sharding[axis + 1 :])
 
 
 def step_s(kind: TensorType, step: Step, mesh: Mesh, collective_s: CollectiveSeconds) -> float:
@@ -120,9 +118,7 @@ def repeats(mesh: Mesh, *shardings: Sharding) -> int:
     return mesh.sizes[axis]
 
 
-def steps_towards(
-    kind: TensorType, now: Sharding, target: Sharding, mesh: Mesh
-) -> Iterable[Step]:
+def steps_towards(kind: TensorType, now: Sharding, target: Sharding, mesh: Mesh) -> Iterable[Step]:
     """Steps that bring one axis to its target or to whole."""
     for axis, (old, wanted) in enumerate(zip(now, target, strict=True)):
         for new in {wanted, WHOLE} if old != wanted else ():

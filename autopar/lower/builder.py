@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from autopar.ir.graph import Arg, Const, Phase, Ref, TensorType
 from autopar.ir.sharding import Mesh
 from autopar.lower.program import (
+    ACCUMULATE,
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
-    REDUCE_SCATTER,
-    ACCUMULATE,
     MICROBATCH,
+    REDUCE_SCATTER,
     WAIT,
     Instruction,
     Section,
@@ -86,7 +86,11 @@ class Builder:
         return ref
 
     def call(
-        self, op: str, args: tuple[Arg, ...], out: TensorType, kwargs: Mapping[str, Arg] | None = None
+        self,
+        op: str,
+        args: tuple[Arg, ...],
+        out: TensorType,
+        kwargs: Mapping[str, Arg] | None = None,
     ) -> Ref:
         """Emit an op with one result."""
         return self.call_many(op, args, (out,), kwargs)[0]
@@ -141,7 +145,9 @@ class Builder:
         """The rank's piece of dim 0 of the joined value."""
         kind = self.types[value]
         shape = (kind.shape[0] // self.mesh.sizes[axis], *kind.shape[1:])
-        return self._collective(REDUCE_SCATTER, (value, axis, reduce), TensorType(shape, kind.dtype))
+        return self._collective(
+            REDUCE_SCATTER, (value, axis, reduce), TensorType(shape, kind.dtype)
+        )
 
     def all_to_all(self, value: Ref, axis: int) -> Ref:
         """Piece j of dim 0 goes to coordinate j."""

@@ -14,10 +14,10 @@ op                          args                     result
 ``autopar.wait``            value                    same; the result may be read from here on
 ==========================  =======================  ============================================
 
-A program of several microbatches has sections (`Section`): the loop ones run once a microbatch. Two
-more ops join them: ``autopar.microbatch`` (value, chunk) reads rows ``m * chunk`` and on of dim 1 of
-a value of the prologue, m being the microbatch that runs; ``autopar.accumulate`` (value, reduce), in
-the epilogue, joins what the loop made of the value in every microbatch.
+A program of several microbatches has sections (`Section`): the loop ones run once a microbatch.
+Two more ops join them: ``autopar.microbatch`` (value, chunk) reads rows ``m * chunk`` and on of dim
+1 of a value of the prologue, m being the microbatch that runs; ``autopar.accumulate`` (value,
+reduce), in the epilogue, joins what the loop made of the value in every microbatch.
 
 ``axis`` is the index of a mesh axis; sizes are equal on all ranks (lowering pads). The result of
 the first four may be read only behind its ``autopar.wait``.

@@ -50,12 +50,14 @@ class Prices:
         collective_s: Seconds of a collective.
         slowdown: Of compute and a collective that share the device.
         host_op_s: Seconds of the host to issue one op.
+        host_view_s: Seconds of the host to make a view, where that is no less than an op.
     """
 
     kernel_s: KernelSeconds
     collective_s: CollectiveSeconds
     slowdown: Slowdown
     host_op_s: float
+    host_view_s: float = 0.0
 
 
 def prices(device: Device, collective_s: CollectiveSeconds) -> Prices:
@@ -190,6 +192,8 @@ class _Clock:
         elif not instruction.view or instruction.name in self.copies:
             self._issue()
             self._compute(instruction)
+        else:
+            self.issued_s += self.cost.host_view_s
 
     def drain(self) -> None:
         """Let every collective end."""

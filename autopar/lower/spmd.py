@@ -238,7 +238,7 @@ class _Lowering:
         return Section.BACKWARD if made is Section.FORWARD and against else made
 
     def _keep(self) -> None:
-        """At the end of the forward: bring values that cross into the shardings they are kept in."""
+        """At the end of the forward: bring values that cross into the sharding they are kept in."""
         for root, places in tuple(self.there.items()):
             for sharding in self.stage.kept.get(str(root), ()):
                 if (Section.PROLOGUE, sharding) not in places:
@@ -276,9 +276,8 @@ class _Lowering:
         for (made, sharding), ref in self.there[root].items():
             if made is Section.PROLOGUE or made is section or section is Section.EPILOGUE:
                 found.setdefault(sharding, (made, ref))
-            elif section is Section.BACKWARD and made is Section.FORWARD:
-                if kept is None or sharding in kept:
-                    found.setdefault(sharding, (made, ref))
+            elif section is Section.BACKWARD and (kept is None or sharding in kept):
+                found.setdefault(sharding, (made, ref))
         return found
 
     def _source(self, node: Node) -> None:
@@ -288,9 +287,7 @@ class _Lowering:
             sharding = self.stored[node.target]
         elif node.op == INPUT:
             sharding = self.stage.inputs.get(node.target, sharding)
-        local = TensorType(
-            local_shape(kind.shape, sharding, self.build.coordinates), kind.dtype
-        )
+        local = TensorType(local_shape(kind.shape, sharding, self.build.coordinates), kind.dtype)
         ref = self.build.add_input(node.name, local)
         self.there[Ref(node.name)] = {(Section.PROLOGUE, sharding): ref}
         self.stored_at[Ref(node.name)] = sharding

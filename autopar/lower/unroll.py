@@ -1,7 +1,7 @@
 """A program of several microbatches as one list of instructions, for the simulator.
 
-The loop is written out in the order of a schedule's row; what it makes of a value in every microbatch is added in
-place to what the first one made, as the runtime does.
+The loop is written out in the order of a schedule's row; what it makes of a value in every
+microbatch is added in place to what the first one made, as the runtime does.
 """
 
 from __future__ import annotations

@@ -308,14 +308,9 @@ def _evaluate_stages(
 
 def _whole_step(stage: StageResult, microbatches: int) -> Simulation:
     """Sums over a step of one stage; its seconds are those it is busy."""
-    total = stage.peak
-    names = ("seconds", "compute_s", "communication_s", "exposed_s", "slowed_s", "host_s")
-    sums = dict.fromkeys(names, 0.0)
     uses: dict[tuple[str, int, str], CollectiveUse] = {}
     for section, simulation in stage.sections.items():
         times = microbatches if section in LOOP else 1
-        for name in names:
-            sums[name] += times * getattr(simulation, name)
         for use in simulation.collectives:
             key = (use.kind, use.axis, use.purpose)
             before = uses.get(key)
@@ -325,7 +320,26 @@ def _whole_step(stage: StageResult, microbatches: int) -> Simulation:
                 tensor_bytes=use.tensor_bytes * times + (before.tensor_bytes if before else 0),
                 seconds=use.seconds * times + (before.seconds if before else 0.0),
             )
-    return replace(total, collectives=tuple(uses.values()), **sums)
+
+    def total(name: str) -> float:
+        return float(
+            sum(
+                getattr(simulation, name) * (microbatches if section in LOOP else 1)
+                for section, simulation in stage.sections.items()
+            )
+        )
+
+    return replace(
+        stage.peak,
+        seconds=total("seconds"),
+        compute_s=total("compute_s"),
+        communication_s=total("communication_s"),
+        exposed_s=total("exposed_s"),
+        slowed_s=total("slowed_s"),
+        host_s=total("host_s"),
+        num_launched=int(total("num_launched")),
+        collectives=tuple(uses.values()),
+    )
 
 
 def simulate_loop(program: Program, priced: Prices) -> Simulation:
@@ -338,18 +352,11 @@ def simulate_loop(program: Program, priced: Prices) -> Simulation:
         return simulate(program, priced)
     once, twice = (simulate(unroll(program, in_order(times)), priced) for times in (1, 2))
     more = program.microbatches - 2
-    total = {
-        name: getattr(twice, name) + more * (getattr(twice, name) - getattr(once, name))
-        for name in (
-            "seconds",
-            "compute_s",
-            "communication_s",
-            "exposed_s",
-            "slowed_s",
-            "host_s",
-            "num_launched",
-        )
-    }
+
+    def total(name: str) -> float:
+        first, second = getattr(once, name), getattr(twice, name)
+        return float(second + more * (second - first))
+
     before = {(u.kind, u.axis, u.purpose): u for u in once.collectives}
     uses = []
     for use in twice.collectives:
@@ -363,7 +370,17 @@ def simulate_loop(program: Program, priced: Prices) -> Simulation:
                 seconds=use.seconds + more * (use.seconds - (first.seconds if first else 0.0)),
             )
         )
-    return replace(twice, collectives=tuple(uses), **total)
+    return replace(
+        twice,
+        seconds=total("seconds"),
+        compute_s=total("compute_s"),
+        communication_s=total("communication_s"),
+        exposed_s=total("exposed_s"),
+        slowed_s=total("slowed_s"),
+        host_s=total("host_s"),
+        num_launched=int(total("num_launched")),
+        collectives=tuple(uses),
+    )
 
 
 def predicted_memory(
@@ -519,4 +536,3 @@ def _notes(analysis: Analysis, best: Candidate) -> list[str]:
                 "repeat each other's work"
             )
     return notes
-

@@ -115,5 +115,6 @@ def _check_conflicts(hints: Sequence[Shard | Replicate], names: Sequence[str]) -
         if any(isinstance(h, Replicate) for h in own) and any(isinstance(h, Shard) for h in own):
             texts = " and ".join(str(h) for h in own)
             raise HintError(
-                f"cannot apply {texts} to {name!r}: one splits it, the other keeps it whole; drop one"
+                f"cannot apply {texts} to {name!r}: one splits it, the other keeps it whole; "
+                "drop one"
             )

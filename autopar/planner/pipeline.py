@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from autopar.cost.node import NodeCost
 from autopar.ir.graph import Ref
@@ -99,7 +100,7 @@ def _narrowed(
 
     def longest() -> float:
         bounds = [0, *found, len(order)]
-        return max(sum(seconds[a:b]) for a, b in zip(bounds, bounds[1:], strict=False))
+        return max(sum(seconds[a:b]) for a, b in pairwise(bounds))
 
     allowed = longest() + SLACK * sum(seconds) / (len(cuts) + 1)
     for index in range(len(found)):
@@ -166,9 +167,7 @@ def evaluate_pipeline(
         sections = {s: simulate(section_program(program, s), priced) for s in Section}
         written_out = unroll(program, turns(rows[number]))
         results.append(
-            StageResult(
-                program=program, sections=sections, peak=simulate(written_out, priced)
-            )
+            StageResult(program=program, sections=sections, peak=simulate(written_out, priced))
         )
     times = [
         ChunkTime(
@@ -184,17 +183,14 @@ def evaluate_pipeline(
     ]
     timeline = simulate_schedule(rows, times, sends)
     around = max(
-        r.sections[Section.PROLOGUE].seconds + r.sections[Section.EPILOGUE].seconds
-        for r in results
+        r.sections[Section.PROLOGUE].seconds + r.sections[Section.EPILOGUE].seconds for r in results
     )
     return PipelineResult(seconds=timeline.makespan_s + around, stages=tuple(results))
 
 
 def _sent_bytes(sends: Sequence[Message], stage: int) -> int:
     return sum(
-        m.local_type.num_bytes
-        for m in sends
-        if m.stage == stage and m.section is Section.FORWARD
+        m.local_type.num_bytes for m in sends if m.stage == stage and m.section is Section.FORWARD
     )
 
 

@@ -204,7 +204,7 @@ class _Stage:
 
     def _post(self, section: Section, number: int) -> list[tuple[Message, Tensor, Any]]:
         """Post the receives of an action."""
-        posted = []
+        posted: list[tuple[Message, Tensor, Any]] = []
         for place, message in enumerate(self.first.receives):
             if message.section is not section:
                 continue

@@ -146,7 +146,9 @@ def _pieces_of_heavy(
             continue
         for ref, dims in zip(node.operands, rule.operands, strict=True):
             shape = graph.type_of(ref).shape
-            chosen = [d for d, f in enumerate(dims) if len(f) == 1 and (f[0] in rule.whole) == whole]
+            chosen = [
+                d for d, f in enumerate(dims) if len(f) == 1 and (f[0] in rule.whole) == whole
+            ]
             for place, dim in enumerate(chosen):
                 while len(rounds) <= place:
                     rounds.append({})

@@ -28,7 +28,6 @@ from autopar.ir.graph import (
     TensorType,
 )
 from autopar.ir.sharding import (
-    SUM,
     WHOLE,
     AxisSharding,
     Mesh,
@@ -43,7 +42,7 @@ from autopar.plan.records import NodePlan, ParameterPlan, StagePlan
 from autopar.rules.strategies import Strategy, strategies
 from autopar.search.analysis import Analysis
 from autopar.search.problem import Arc, Choices, Need, Problem, Solution, Value
-from autopar.search.regions import Entry, useful_partials, merge_regions, places
+from autopar.search.regions import Entry, merge_regions, places, useful_partials
 from autopar.search.restrict import Restrictions, RoleFilter, parameter_allows, zero_allows
 
 STEADY_BYTES = 1 << 22
@@ -316,10 +315,10 @@ class _Builder:
         producer = self._class_of(root.node)
         layouts = _Layouts(node.outputs[root.index])
         entry, _ = self.places[producer]
-        gives = tuple(
-            layouts.number(s.outputs[root.index]) for s in self._strategies_of(producer)
-        )
-        forward, backward, fixed = [], [], []
+        gives = tuple(layouts.number(s.outputs[root.index]) for s in self._strategies_of(producer))
+        forward: list[Need] = []
+        backward: list[Need] = []
+        fixed: list[int] = []
         for key, (reader, ref) in readers.items():
             if key[0] == "result":
                 fixed.append(layouts.number(whole(self.mesh)))
@@ -358,7 +357,7 @@ class _Builder:
         alias = self.analysis.root(ref)
         needed = []
         for strategy in self._strategies_of(reader):
-            wanted = strategy.outputs[0] if port == "gradient" else strategy.operands[port]  # type: ignore[index]
+            wanted = strategy.operands[port] if isinstance(port, int) else strategy.outputs[0]
             at_root = self._at_root(alias, wanted)
             assert at_root is not None, (ref, wanted)
             needed.append(at_root)
@@ -387,8 +386,10 @@ class _Builder:
         return frozenset(found)
 
     def _time_arcs(self, root: Ref) -> str:
-        """How a value may change on the time axis: what the loop makes is accumulated behind it,
-        everything else is read a microbatch at a time."""
+        """How a value may change on the time axis.
+
+        What the loop makes is accumulated behind it; all else is read a microbatch at a time.
+        """
         return ALL_REDUCE if self.roles.made_in_loop(root) else SLICE
 
     def _arcs(self, layouts: _Layouts, count: int, in_time: str) -> tuple[Arc, ...]:
@@ -514,7 +515,9 @@ def plain_shardings(
     """Shardings that torch's plain ``Shard`` can express: contiguous, nested in mesh order."""
     dims = tuple(dims)
     found: list[Sharding] = []
-    options = [(None,) if axis == mesh.time_axis else (None, *dims) for axis in range(len(mesh.sizes))]
+    options = [
+        (None,) if axis == mesh.time_axis else (None, *dims) for axis in range(len(mesh.sizes))
+    ]
     for chosen in itertools.product(*options):
         if axes is not None and any(
             dim is not None and not allowed for dim, allowed in zip(chosen, axes, strict=True)
@@ -620,7 +623,9 @@ def decode(built: Built, analysis: Analysis, solution: Solution) -> StagePlan:
             inputs[node.target] = picked[node.name].outputs[0]
         elif node.name in picked and node.op not in SOURCE_OPS:
             strategy = picked[node.name]
-            nodes.append(NodePlan(name=node.name, operands=strategy.operands, outputs=strategy.outputs))
+            nodes.append(
+                NodePlan(name=node.name, operands=strategy.operands, outputs=strategy.outputs)
+            )
     return StagePlan(
         mesh=built.mesh,
         inputs=inputs,

@@ -84,7 +84,7 @@ def _root(ref: Ref, aliases: Mapping[Ref, Alias]) -> Ref:
 
 def signature(node: Node, graph: Graph, aliases: Mapping[Ref, Alias]) -> Hashable:
     """What must agree for two nodes to have the same strategies and costs."""
-    operands = []
+    operands: list[Hashable] = []
     for ref in node.operands:
         alias = aliases.get(ref)
         if alias is None:

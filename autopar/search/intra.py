@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from ortools.math_opt import model_pb2
-from ortools.math_opt.solvers import highs_pb2
 from ortools.math_opt.python import mathopt
+from ortools.math_opt.solvers import highs_pb2
 
 from autopar.search.problem import Need, Problem, Solution, Value
 
@@ -179,9 +179,7 @@ def _add_phase(program: _Program, value: Value, made: _Terms, demands: list[_Ter
                     program.row(-np.inf, 0, [(flow[index], 1.0), (paid[index], -1.0)])
 
 
-def _add_flow(
-    program: _Program, value: Value, made: _Terms, demand: _Terms, flow: range
-) -> None:
+def _add_flow(program: _Program, value: Value, made: _Terms, demand: _Terms, flow: range) -> None:
     terms: list[list[tuple[int, float]]] = [[] for _ in range(value.num_layouts)]
     for arc, column in zip(value.arcs, flow, strict=True):
         terms[arc.tail].append((column, -1.0))
@@ -216,9 +214,7 @@ def _add_memory(program: _Program, problem: Problem, columns: _Columns) -> None:
     for value, keep, extra in zip(problem.values, columns.keep, columns.extra, strict=True):
         if keep is not None:
             counted = keep if extra is None else extra
-            kept += [
-                (counted[n], size / 2**30) for n, size in enumerate(value.kept_bytes) if size
-            ]
+            kept += [(counted[n], size / 2**30) for n, size in enumerate(value.kept_bytes) if size]
     program.row(-np.inf, limit, resident + kept)
     program.row(-np.inf, limit, gradients)
 
@@ -254,7 +250,7 @@ def _solution(
     result: mathopt.SolveResult,
     seconds: float,
 ) -> Solution:
-    size = {"num_variables": len(program.cost), "num_constraints": len(program.low)}
+    num_variables, num_constraints = len(program.cost), len(program.low)
     reason = result.termination.reason
     if not result.has_primal_feasible_solution():
         proven = {
@@ -262,7 +258,12 @@ def _solution(
             mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED,
         }
         status = "infeasible" if reason in proven else "time_limited"
-        return Solution(status=status, seconds=seconds, **size)
+        return Solution(
+            status=status,
+            seconds=seconds,
+            num_variables=num_variables,
+            num_constraints=num_constraints,
+        )
     values = result.variable_values()
     found = np.array([amount for _, amount in sorted(values.items(), key=lambda v: v[0].id)])
     choice = tuple(int(np.argmax(found[pick.start : pick.stop])) for pick in columns.pick)
@@ -278,7 +279,8 @@ def _solution(
         bound_s=result.best_objective_bound() / 1e3,
         seconds=seconds,
         memory_bytes=_memory(problem, choice, kept),
-        **size,
+        num_variables=num_variables,
+        num_constraints=num_constraints,
     )
 
 

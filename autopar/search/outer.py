@@ -40,7 +40,9 @@ def meshes(
             f"cannot cut {cluster.num_devices} ranks of cluster {cluster.name!r} into {num_stages} "
             "stages of equal size: use a number of stages that divides the ranks"
         )
-    roles = () if degrees is None else (degrees.dp, degrees.tp, degrees.cp, degrees.ep, degrees.zero)
+    roles = (
+        () if degrees is None else (degrees.dp, degrees.tp, degrees.cp, degrees.ep, degrees.zero)
+    )
     if all(degree is None for degree in roles):
         return tuple(_free_meshes(cluster, num_stages, max_axes))
     assert degrees is not None

@@ -41,7 +41,9 @@ def is_elementwise(rule: Rule) -> bool:
     if any(len(dim) > 1 for dim in out):
         return False
     named = {dim for dim in out if dim}
-    return all(len(dim) <= 1 and (not dim or dim in named) for dims in rule.operands for dim in dims)
+    return all(
+        len(dim) <= 1 and (not dim or dim in named) for dims in rule.operands for dim in dims
+    )
 
 
 def useful_partials(
@@ -113,8 +115,7 @@ class _Merger:
         self.at_root = at_root
         self.entry_of = list(range(len(strategies)))
         self.entries: dict[int, Entry] = {
-            c: Entry((c,), tuple((n,) for n in range(len(own))))
-            for c, own in enumerate(strategies)
+            c: Entry((c,), tuple((n,) for n in range(len(own)))) for c, own in enumerate(strategies)
         }
 
     def run(self) -> tuple[Entry, ...]:
@@ -164,9 +165,7 @@ class _Merger:
                 return False
         return True
 
-    def _joined(
-        self, first: Entry, reader: int, port: int, maker: int, ref: Ref
-    ) -> Entry | None:
+    def _joined(self, first: Entry, reader: int, port: int, maker: int, ref: Ref) -> Entry | None:
         second = self.entries[self.entry_of[reader]]
         place, own = first.classes.index(maker), second.classes.index(reader)
         by_sharding: dict[Sharding | None, list[tuple[int, ...]]] = {}

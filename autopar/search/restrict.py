@@ -15,7 +15,6 @@ from functools import cached_property
 from autopar.hint import Replicate, Shard
 from autopar.ir.graph import PARAMETER, Node, Ref
 from autopar.ir.sharding import TIME, WHOLE, Mesh, Partial, Sharding, Split, Whole
-from autopar.rules.notation import Rule
 from autopar.rules.strategies import Strategy
 from autopar.search.analysis import Analysis
 
@@ -101,9 +100,7 @@ class RoleFilter:
         return tuple(
             s
             for s in left
-            if all(
-                not own or s.operands[port][axis] != WHOLE for port, own in enumerate(made)
-            )
+            if all(not own or s.operands[port][axis] != WHOLE for port, own in enumerate(made))
         )
 
     def made_in_loop(self, ref: Ref) -> bool:
@@ -166,9 +163,7 @@ def matching(pattern: str, name: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[0], pattern)
 
 
-def parameter_allows(
-    restrictions: Restrictions, mesh: Mesh, name: str, sharding: Sharding
-) -> bool:
+def parameter_allows(restrictions: Restrictions, mesh: Mesh, name: str, sharding: Sharding) -> bool:
     """Whether the parameter hints allow a sharding of this parameter, stored or used."""
     for hint in restrictions.parameters:
         if not matching(hint.pattern, name):
@@ -194,9 +189,7 @@ def axis_named(mesh: Mesh, name: str) -> int | None:
     return None
 
 
-def zero_allows(
-    zero: int | None, mesh: Mesh, choices: Sequence[Sharding]
-) -> tuple[Sharding, ...]:
+def zero_allows(zero: int | None, mesh: Mesh, choices: Sequence[Sharding]) -> tuple[Sharding, ...]:
     """Stored shardings that a forced ZeRO stage leaves."""
     if zero is None:
         return tuple(choices)

@@ -67,11 +67,9 @@ def balanced_cuts(seconds: Sequence[float], num_stages: int) -> tuple[int, ...]:
     for stage in range(1, num_stages + 1):
         first = stage - 1
         for end in range(stage, count + 1):
-            while (
-                first + 1 < end
-                and max(best[stage - 1][first + 1], sums[end] - sums[first + 1])
-                <= max(best[stage - 1][first], sums[end] - sums[first])
-            ):
+            while first + 1 < end and max(
+                best[stage - 1][first + 1], sums[end] - sums[first + 1]
+            ) <= max(best[stage - 1][first], sums[end] - sums[first]):
                 first += 1
             best[stage][end] = max(best[stage - 1][first], sums[end] - sums[first])
             came[stage][end] = first
@@ -167,8 +165,7 @@ class _Splitter:
             before = [
                 self.home[root.node]
                 for root in (self.analysis.root(r).root for r in node.operands)
-                if root.node in self.home
-                and self.graph.by_name[root.node].phase is Phase.BACKWARD
+                if root.node in self.home and self.graph.by_name[root.node].phase is Phase.BACKWARD
             ]
             latest = min(before, default=last)
             self.home[node.name] = min(twins.get(node.source, latest), latest)

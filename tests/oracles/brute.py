@@ -1,9 +1,9 @@
-"""The sharding problem by exhaustion: every choice, every kept layout, exact directed Steiner trees."""
+"""The sharding problem by exhaustion: every choice, kept layout and directed Steiner tree."""
 
 from __future__ import annotations
 
 import itertools
-from functools import lru_cache
+from functools import cache
 
 from autopar.search.problem import Problem, Value
 
@@ -16,7 +16,7 @@ def steiner_s(value: Value, source: int, needed: frozenset[int]) -> float:
     distance = _distances(value)
     full = (1 << len(terminals)) - 1
 
-    @lru_cache(maxsize=None)
+    @cache
     def tree(mask: int, at: int) -> float:
         if mask & (mask - 1) == 0:
             return distance[at][terminals[mask.bit_length() - 1]]

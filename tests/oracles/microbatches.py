@@ -29,7 +29,7 @@ def run_microbatches(
         local = [dict(env) for env in envs]
         for section in LOOP:
             parts = [_section(p, section) for p in programs]
-            for part, env in zip(parts, local, strict=True):
+            for env in local:
                 env[Ref("#microbatch")] = torch.tensor(number)
             run_instructions(parts, local)
         for program, env, total in zip(programs, local, totals, strict=True):
@@ -94,9 +94,7 @@ def _pass_on(
             if message.section is not section:
                 continue
             peer = programs[message.stage][rank]
-            taken = next(
-                r for r in peer.receives if r.value == message.value and r.stage == stage
-            )
+            taken = next(r for r in peer.receives if r.value == message.value and r.stage == stage)
             piece = envs[stage][rank][message.ref]
             assert tuple(piece.shape) == taken.local_type.shape
             envs[message.stage][rank][taken.ref] = piece

@@ -8,13 +8,10 @@ from typing import Any
 
 import torch
 
-from autopar.capture import capture_step
 from autopar.capture.batch import flatten_batch
 from autopar.capture.interpret import source_values
 from autopar.cost.node import axis_seconds
-from autopar.hint import Hint
 from autopar.ir.graph import Ref
-from autopar.ir.sharding import Mesh
 from autopar.lower.overlap import overlap
 from autopar.lower.program import Program
 from autopar.lower.spmd import Crossing, lower
@@ -56,9 +53,7 @@ def programs_of(
     """The program of every rank of a stage."""
     mesh = stage.mesh
     return [
-        overlap(
-            lower(analysis.graph, analysis.rules, stage, mesh.coordinates(rank), collective_s)
-        )
+        overlap(lower(analysis.graph, analysis.rules, stage, mesh.coordinates(rank), collective_s))
         for rank in range(mesh.num_ranks)
     ]
 
@@ -153,12 +148,9 @@ def _compare(
     for programs, envs in stages:
         for name in programs[0].gradients:
             kind = analysis.graph.type_of(analysis.graph.gradients[name])
-            item = next(
-                i for i in programs[0].inputs if i.kind == "parameter" and i.target == name
-            )
+            item = next(i for i in programs[0].inputs if i.kind == "parameter" and i.target == name)
             pieces = {
-                p.coordinates: env[p.gradients[name]]
-                for p, env in zip(programs, envs, strict=True)
+                p.coordinates: env[p.gradients[name]] for p, env in zip(programs, envs, strict=True)
             }
             whole = join(pieces, kind.shape, item.sharding)
             wanted = gradients[name]
@@ -168,6 +160,3 @@ def _compare(
             assert error <= tolerance * scale, (name, error, scale)
             left.remove(name)
     assert not left, left
-
-
-__all__ = ["Hint", "Mesh", "Ref", "assert_exact", "assert_pipeline_exact", "capture_step", "eager", "programs_of", "variants_of"]

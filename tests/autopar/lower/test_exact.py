@@ -1,4 +1,4 @@
-"""Programs of all ranks, run in lockstep in one process, equal one process: forced and random plans."""
+"""Programs of all ranks, run in lockstep, equal one process: forced and random plans."""
 
 from __future__ import annotations
 
@@ -47,9 +47,7 @@ def test_forced_plans_are_exact(name: str, layout: str) -> None:
     analysis, found = captured(built)
     ranks, hints = FORCED[layout]
     cluster = Cluster.local(ranks)
-    plan = make_plan(
-        analysis, Request(model="m", fingerprint="f", cluster=cluster, hints=hints)
-    )
+    plan = make_plan(analysis, Request(model="m", fingerprint="f", cluster=cluster, hints=hints))
     programs = programs_of(analysis, plan.stage, axis_seconds(cluster, plan.mesh))
     assert_exact(*built, analysis, programs, found)
 

@@ -1,4 +1,4 @@
-"""Programs of several microbatches equal one process, with data and tensor parallel ranks inside."""
+"""Programs of several microbatches equal one process, with parallel ranks inside."""
 
 from __future__ import annotations
 

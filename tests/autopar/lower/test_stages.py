@@ -96,7 +96,5 @@ def test_balanced_cuts_equal_brute_force(seconds: list[float], stages: int) -> N
         bounds = [0, *cuts, len(seconds)]
         return max(sum(seconds[a:b]) for a, b in itertools.pairwise(bounds))
 
-    best = min(
-        longest(cuts) for cuts in itertools.combinations(range(1, len(seconds)), stages - 1)
-    )
+    best = min(longest(cuts) for cuts in itertools.combinations(range(1, len(seconds)), stages - 1))
     assert longest(balanced_cuts(seconds, stages)) == best

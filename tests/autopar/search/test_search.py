@@ -57,7 +57,9 @@ def test_depth_adds_no_classes() -> None:
     sizes = []
     for layers in (4, 8):
         model, batch, loss = llama(layers)
-        sizes.append(len(analyse(capture_step(model, batch, loss, grad=True).graph).folding.classes))
+        sizes.append(
+            len(analyse(capture_step(model, batch, loss, grad=True).graph).folding.classes)
+        )
     assert sizes[0] == sizes[1]
 
 
