@@ -8,7 +8,7 @@ from autopar import hint
 from autopar.api import compile, plan
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
-from autopar.options import Options, OptimizerSpec
+from autopar.options import OptimizerSpec, Options
 from autopar.plan.records import Plan
 from autopar.rules.table import user_rule as rule
 from autopar.runtime.checkpoint import load

@@ -90,7 +90,9 @@ def degrees(
     named = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep}
     for name, value in named.items():
         if value is not None and (not isinstance(value, int) or value < 1):
-            raise HintError(f"cannot use degree {name}={value!r}: it is a number of ranks, 1 or more")
+            raise HintError(
+                f"cannot use degree {name}={value!r}: it is a number of ranks, 1 or more"
+            )
     if zero is not None and zero not in (0, 1, 2, 3):
         raise HintError(f"cannot use zero={zero!r}: the ZeRO stages are 0, 1, 2 and 3")
     return Degrees(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, zero=zero)

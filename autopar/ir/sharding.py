@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-
 TIME = "time"
 """Name of the time axis: its size is the number of microbatches, its coordinate the microbatch."""
 

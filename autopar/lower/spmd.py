@@ -274,9 +274,9 @@ class _Lowering:
         found: dict[Sharding, tuple[Section, Ref]] = {}
         kept = self.stage.kept.get(str(root))
         for (made, sharding), ref in self.there[root].items():
-            if made is Section.PROLOGUE or made is section or section is Section.EPILOGUE:
-                found.setdefault(sharding, (made, ref))
-            elif section is Section.BACKWARD and (kept is None or sharding in kept):
+            kept_here = made is Section.FORWARD and (kept is None or sharding in kept)
+            late = section is Section.BACKWARD and kept_here
+            if made in (Section.PROLOGUE, section) or section is Section.EPILOGUE or late:
                 found.setdefault(sharding, (made, ref))
         return found
 

@@ -20,8 +20,8 @@ from autopar.lower.program import WAIT, Program, ProgramInput
 from autopar.plan.records import Plan
 from autopar.runtime.groups import MeshGroups
 from autopar.runtime.loop import build
-from autopar.runtime.pipeline import StageSource, build_stage
 from autopar.runtime.params import ModelState, input_piece, local_of, local_piece
+from autopar.runtime.pipeline import StageSource, build_stage
 
 
 @dataclass(frozen=True, kw_only=True)
