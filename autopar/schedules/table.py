@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autopar.errors import HintError, UnsupportedError
 from autopar.schedules import one_forward_one_backward as whole
+from autopar.schedules import zero_bubble as split
 from autopar.schedules.actions import Schedule
+from autopar.schedules.weights import Costs
 from cost_models.pipeline import interleaved_live, one_f_one_b_live
 
 
@@ -24,13 +26,16 @@ class Size:
         lanes: Groups of ranks S, each with one row.
         chunks: Chunks v a lane.
         microbatches: Microbatches M of a step.
-        max_live: Most microbatches that the memory of a lane allows to be live; None for any.
+        max_live: Most microbatches that the memory of a lane allows to be live, all its chunks
+            together; None for any number.
+        costs: What the orders of zero-bubble schedules depend on.
     """
 
     lanes: int
     chunks: int = 1
     microbatches: int
     max_live: int | None = None
+    costs: Costs = field(default_factory=Costs)
 
     @property
     def num_chunks(self) -> int:
@@ -42,10 +47,20 @@ class Size:
         """Live microbatches that neither memory nor their number forbids."""
         return self.microbatches if self.max_live is None else min(self.microbatches, self.max_live)
 
+    @property
+    def pending_share(self) -> float:
+        """Share of what a forward saves that is kept between the two gradients."""
+        return self.costs.pending_share
+
 
 def in_turn(chunk: int, lanes: int) -> int:
     """Chunks go round the lanes: chunk S is on lane 0 again."""
     return chunk % lanes
+
+
+def in_a_v(chunk: int, lanes: int) -> int:
+    """Chunks go down the lanes and back up: chunk S is on the last lane again."""
+    return min(chunk, 2 * lanes - 1 - chunk)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +76,7 @@ class ScheduleSpec:
         least_chunks: Fewest chunks a lane; `most_chunks` the most, None for any.
         splits_backward: The backward is an input-gradient and a weight-gradient action.
         whole_rounds: The microbatches must be a multiple of the lanes.
-        uses_max_live: ``max_live`` changes what it does; others refuse to go below their need.
+        uses_max_live: It does with fewer live microbatches; others refuse what is too few.
     """
 
     name: str
@@ -85,6 +100,15 @@ class ScheduleSpec:
             UnsupportedError: The schedule does not exist for these numbers.
         """
         size = Size(lanes=lanes, chunks=chunks, microbatches=microbatches, max_live=max_live)
+        return self.generate_for(size)
+
+    def generate_for(self, size: Size) -> Schedule:
+        """One row of actions per lane, for measured or predicted costs.
+
+        Raises:
+            HintError: A number is no count.
+            UnsupportedError: The schedule does not exist for these numbers.
+        """
         self.check(size)
         return self.rows(size)
 
@@ -122,6 +146,13 @@ class ScheduleSpec:
                 f"a multiple; use {size.microbatches // size.lanes * size.lanes or size.lanes} or "
                 f"{(size.microbatches // size.lanes + 1) * size.lanes} microbatches, or '1f1b'"
             )
+        if size.max_live is not None and not self.uses_max_live:
+            need = -(-max(self.live_bounds(size)) // size.chunks)
+            if need > size.max_live:
+                raise UnsupportedError(
+                    f"{where} with {size.max_live} live microbatches: it holds {need}; allow "
+                    f"{need}, or use 'early-backward', which holds fewer"
+                )
 
     def _check_chunks(self, size: Size, where: str) -> None:
         if size.chunks < self.least_chunks:
@@ -142,6 +173,18 @@ def _early(size: Size) -> list[int]:
 
 def _early_2(size: Size) -> list[int]:
     return [min(2 * (size.lanes - lane) - 1, size.live_limit) for lane in range(size.lanes)]
+
+
+def _h1_limit(size: Size) -> int:
+    return min(size.lanes, size.live_limit)
+
+
+def _h2_limit(size: Size) -> int:
+    return min(2 * size.lanes, size.live_limit)
+
+
+def _v_limit(size: Size) -> int:
+    return 2 * min(size.lanes, size.microbatches)
 
 
 _ALL = (
@@ -183,6 +226,38 @@ _ALL = (
         least_chunks=2,
         most_chunks=None,
         whole_rounds=True,
+    ),
+    ScheduleSpec(
+        name="zb-h1",
+        description="weight gradients fill the end: a third of 1f1b's bubble in its memory",
+        rows=lambda size: split.one_chunk(
+            size.lanes, size.microbatches, _h1_limit(size), size.costs
+        ),
+        live_bound=lambda lane, size: _h1_limit(size),
+        splits_backward=True,
+        uses_max_live=True,
+    ),
+    ScheduleSpec(
+        name="zb-h2",
+        description="zb-h1 with twice the memory: about no bubble where steps need no barrier",
+        rows=lambda size: split.one_chunk(
+            size.lanes, size.microbatches, _h2_limit(size), size.costs
+        ),
+        live_bound=lambda lane, size: _h2_limit(size),
+        splits_backward=True,
+        uses_max_live=True,
+    ),
+    ScheduleSpec(
+        name="zb-v",
+        description="two chunks a lane, down and back up: about no bubble in 1f1b's memory",
+        rows=lambda size: split.two_chunks(
+            size.lanes, size.microbatches, _v_limit(size), size.costs
+        ),
+        live_bound=lambda lane, size: _v_limit(size),
+        lane_of_chunk=in_a_v,
+        least_chunks=2,
+        most_chunks=2,
+        splits_backward=True,
     ),
 )
 
