@@ -31,13 +31,15 @@ class Style:
         family: ``gpt`` (layer norm, GELU) or ``llama`` (RMS norm, rotary, SwiGLU, grouped heads).
         flash: Attention is one fused kernel; else products, softmax and dropout.
         fused: Norms, rotary and gated activations are single kernels.
-        dropout: Dropout behind attention and both parts of a layer.
+        dropout: Dropout of attention weights, and behind both parts of a layer where not fused.
+        causal: A fused attention skips what is masked.
     """
 
     family: str
     flash: bool
     fused: bool
     dropout: bool = False
+    causal: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +147,7 @@ class Layer(nn.Module):
             q, k = self.rotary(q, cos, sin), self.rotary(k, cos, sin)
         if self.style.flash:
             out = functional.scaled_dot_product_attention(
-                q, k, v, is_causal=True, enable_gqa=self.per_group > 1
+                q, k, v, is_causal=self.style.causal, enable_gqa=self.per_group > 1
             )
         else:
             weights = torch.softmax(torch.matmul(q, k.transpose(-1, -2)), -1)
