@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from autopar.capture import Captured, capture_step
+from autopar.capture.cache import RememberedCaptures, stored_capture
 from autopar.cost.node import axis_seconds
 from autopar.errors import AutoparError, UnsupportedError
 from autopar.hint import Hint
@@ -44,6 +45,9 @@ from cost_models.cluster import Cluster
 
 Loss = Callable[[Any, Any], Any]
 Optimizer = type[torch.optim.Optimizer] | functools.partial[Any] | OptimizerSpec | None
+
+_REMEMBERED = RememberedCaptures()
+"""The latest captures that `plan` made of models of Python code, in this process."""
 
 
 def compile(
@@ -115,6 +119,7 @@ def plan(
     precision: str | None = None,
     hints: Sequence[Hint] = (),
     options: Options | None = None,
+    recipe: str | None = None,
 ) -> Plan:
     """The plan alone: no processes, no device, a model on meta is enough.
 
@@ -127,6 +132,8 @@ def plan(
         precision: As for `compile`.
         hints: As for `compile`.
         options: How to plan.
+        recipe: All that model and batch were made from, as text, for models made from a file: a
+            capture stored on disk for an equal recipe is used again.
 
     Raises:
         AutoparError: The subclass says what went wrong.
@@ -134,7 +141,14 @@ def plan(
     options = options or Options()
     check_precision(precision)
     start = time.perf_counter()
-    captured = capture_step(model, batch, loss, grad=True)
+
+    def capture() -> Captured:
+        return capture_step(model, batch, loss, grad=True)
+
+    if recipe is None or loss is not None:
+        captured = _REMEMBERED.get(model, batch, loss, capture)
+    else:
+        captured = stored_capture(recipe, capture)
     capture_s = time.perf_counter() - start
     analysis = analyse(captured.graph, rules_by_op(options))
     request = Request(

@@ -44,11 +44,11 @@ HintOption = Annotated[
 ]
 BatchOption = Annotated[
     Optional[int],  # noqa: UP045
-    typer.Option("--batch", min=1, help="Samples of the global batch."),
+    typer.Option("--batch", help="Samples of the global batch."),
 ]
 SeqOption = Annotated[
     Optional[int],  # noqa: UP045
-    typer.Option("--seq", min=1, help="Tokens of a sample."),
+    typer.Option("--seq", help="Tokens of a sample."),
 ]
 PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="A saved plan.")]
 
@@ -79,8 +79,16 @@ def plan(
         str,
         typer.Option(help="local:4 (CPU processes), h100:8 (preset, nodes) or a YAML file."),
     ],
+    nodes: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Nodes of a preset, where --cluster does not say."),
+    ] = None,
     batch: BatchOption = None,
     seq: SeqOption = None,
+    dtype: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="fp32, bf16 or fp16: weights of a config; else what the config says."),
+    ] = None,
     hint: HintOption = None,
     output: Annotated[
         Optional[Path],  # noqa: UP045
@@ -96,9 +104,9 @@ def plan(
 
     out = console()
     hints = parse_hints(hint or ())
-    where = load_cluster(cluster)
+    where = load_cluster(cluster, nodes)
     with busy(out, f"building {model}"):
-        subject = load_subject(model, batch=batch, seq=seq)
+        subject = load_subject(model, batch=batch, seq=seq, dtype=dtype)
     for note in subject.notes:
         out.print(f"note: {note}", markup=False)
     name = type(subject.model).__name__
@@ -110,6 +118,7 @@ def plan(
             loss=subject.loss,
             hints=hints,
             options=Options(time_limit_s=time_limit),
+            recipe=subject.recipe,
         )
     out.print(plan_view(found), markup=False)
     if output is not None:

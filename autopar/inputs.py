@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +18,7 @@ from torch import nn
 
 from autopar import hint
 from autopar.cluster import Cluster
+from autopar.configs import Wanted, build_model, read_config
 from autopar.errors import AutoparError, ClusterError, HintError
 from autopar.hint import Hint
 
@@ -31,16 +32,32 @@ class Subject:
         batch: An example of the global batch.
         loss: ``loss(model, batch)``; None takes the output or its ``.loss``.
         notes: What was decided on the way.
+        recipe: All that model and batch were made from, if that is no Python code; None otherwise.
     """
 
     model: nn.Module
     batch: Any
     loss: Callable[[nn.Module, Any], Any] | None = None
     notes: tuple[str, ...] = ()
+    recipe: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sizes:
+    """What a command says of the model and its batch."""
+
+    batch: int | None
+    seq: int | None
+    dtype: str | None
 
 
 def load_subject(
-    name: str, *, batch: int | None = None, seq: int | None = None, real: bool = False
+    name: str,
+    *,
+    batch: int | None = None,
+    seq: int | None = None,
+    dtype: str | None = None,
+    real: bool = False,
 ) -> Subject:
     """The model that ``name`` means.
 
@@ -49,18 +66,26 @@ def load_subject(
             ``(model, batch)`` or ``(model, batch, loss)``; or a transformers ``config.json``.
         batch: Samples of the global batch; passed to ``build`` if it takes it.
         seq: Tokens of a sample; likewise.
+        dtype: Of a transformers model's weights: ``fp32``, ``bf16`` or ``fp16``; None for what its
+            config says. Passed to ``build`` if it takes it.
         real: Give a transformers model memory, drawn after ``torch.manual_seed(0)``; otherwise it
             is on the meta device.
 
     Raises:
         AutoparError: There is no such model.
     """
+    for option, size in (("--batch", batch), ("--seq", seq)):
+        if size is not None and size < 1:
+            raise AutoparError(
+                f"cannot use {option} {size} for {name!r}: give a whole number of at least 1"
+            )
+    wanted = _Sizes(batch=batch, seq=seq, dtype=dtype)
     if name.endswith(".json"):
-        return _from_config(Path(name), batch, seq, real=real)
-    return _from_build(name, {"batch": batch, "seq": seq})
+        return _from_config(Path(name), wanted, real=real)
+    return _from_build(name, wanted)
 
 
-def _from_build(name: str, sizes: Mapping[str, int | None]) -> Subject:
+def _from_build(name: str, wanted: _Sizes) -> Subject:
     place, _, function = name.rpartition(":")
     if not place or not function.isidentifier():
         raise AutoparError(
@@ -72,6 +97,7 @@ def _from_build(name: str, sizes: Mapping[str, int | None]) -> Subject:
     if not callable(build):
         raise AutoparError(f"cannot find model {name!r}: {place!r} has no function {function!r}")
     taken = inspect.signature(build).parameters
+    sizes = {"batch": wanted.batch, "seq": wanted.seq, "dtype": wanted.dtype}
     given = {key: size for key, size in sizes.items() if size is not None}
     for key in given:
         if key not in taken:
@@ -110,81 +136,57 @@ def _module_of_file(path: Path) -> ModuleType:
     return module
 
 
-def _from_config(path: Path, batch: int | None, seq: int | None, *, real: bool) -> Subject:
-    if batch is None:
+def _from_config(path: Path, wanted: _Sizes, *, real: bool) -> Subject:
+    if wanted.batch is None:
         raise AutoparError(f"cannot size a batch for '{path}': give --batch (and --seq)")
-    try:
-        import transformers
-    except ImportError:
+    if importlib.util.find_spec("transformers") is None:
         raise AutoparError(
             f"cannot read '{path}': transformers is not installed; pip install 'autopar[demo]'"
-        ) from None
-    try:
-        config = transformers.AutoConfig.from_pretrained(str(path))
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise AutoparError(f"cannot read transformers config '{path}': {reason}") from None
-    notes = _without_dropout(config)
-    config.use_cache = False
-    names = getattr(config, "architectures", None) or ()
-    make = getattr(transformers, names[0], None) if names else None
-    torch.manual_seed(0)
-    with torch.device("cpu" if real else "meta"):
-        if make is None:
-            model = transformers.AutoModelForCausalLM.from_config(config)
-        else:
-            model = make(config)
-    model.train()
-    return Subject(model=model, batch=_batch_for(model, config, batch, seq, real=real), notes=notes)
+        )
+    file = read_config(path)
+    size = Wanted(batch=wanted.batch, seq=wanted.seq, dtype=wanted.dtype, real=real)
+    made = build_model(file, size)
+    return Subject(
+        model=made.model,
+        batch=made.batch,
+        notes=made.notes,
+        recipe=None if real else made.recipe,
+    )
 
 
-def _without_dropout(config: Any) -> tuple[str, ...]:
-    """Set every dropout of a config to 0, and say so."""
-    active = {
-        key: value
-        for key, value in config.to_dict().items()
-        if ("dropout" in key or "pdrop" in key) and isinstance(value, float) and value > 0
-    }
-    for key in active:
-        setattr(config, key, 0.0)
-    if not active:
-        return ()
-    said = ", ".join(f"{key}={value}" for key, value in active.items())
-    return (f"dropout is not supported yet and was set to 0 (the config has {said})",)
-
-
-def _batch_for(
-    model: nn.Module, config: Any, batch: int, seq: int | None, *, real: bool
-) -> Mapping[str, torch.Tensor]:
-    device = "cpu" if real else "meta"
-    draw = torch.Generator().manual_seed(1) if real else None
-    if getattr(model, "main_input_name", "input_ids") == "pixel_values":
-        size = (batch, config.num_channels, config.image_size, config.image_size)
-        return {
-            "pixel_values": torch.randn(size, generator=draw, device=device),
-            "labels": torch.randint(config.num_labels, (batch,), generator=draw, device=device),
-        }
-    if seq is None:
-        raise AutoparError("cannot size a batch of text: give --seq, tokens of a sample")
-    ids = torch.randint(config.vocab_size, (batch, seq), generator=draw, device=device)
-    return {"input_ids": ids, "labels": ids.clone()}
-
-
-def load_cluster(name: str) -> Cluster:
+def load_cluster(name: str, nodes: int | None = None) -> Cluster:
     """The cluster that ``name`` means.
 
     Args:
         name: ``local:4`` (CPU processes here), ``h100:8`` (a preset and its number of nodes, 1
             if left out), or the path of a YAML file.
+        nodes: Of a preset, where its name does not say.
 
     Raises:
         ClusterError: There is no such cluster.
     """
     if name.endswith((".yaml", ".yml")) or Path(name).is_file():
+        if nodes is not None:
+            raise ClusterError(
+                f"cannot set {nodes} nodes for cluster file '{name}': the file says how many "
+                "devices there are; change it there, or leave --nodes out"
+            )
         return Cluster.from_file(name)
-    kind, _, count = name.partition(":")
-    if count and not (count.isdecimal() and int(count) > 0):
-        raise ClusterError(f"cannot use cluster {name!r}: {count!r} is no number of nodes")
+    kind, colon, count = name.partition(":")
+    if nodes is not None:
+        if colon or kind == "local":
+            raise ClusterError(
+                f"cannot use cluster {name!r} with {nodes} nodes: write {kind}:{nodes} or "
+                f"--cluster {kind} --nodes {nodes}"
+                if colon
+                else f"cannot use {nodes} nodes of cluster 'local': write local:{nodes}, CPU "
+                "processes of this machine"
+            )
+        return Cluster.preset(kind, nodes=nodes)
+    if colon and not (count.isdecimal() and int(count) > 0):
+        raise ClusterError(
+            f"cannot use cluster {name!r}: {count!r} is no number of nodes; give one of at least 1"
+        )
     number = int(count or 1)
     return Cluster.local(number) if kind == "local" else Cluster.preset(kind, nodes=number)
 
