@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import accumulate
 
 
 class Kind(StrEnum):
@@ -87,12 +88,15 @@ def needs(action: Action, last_chunk: int, gradient: Kind) -> tuple[Action, ...]
     return (own, Action(gradient, chunk + 1, microbatch))
 
 
-def live_counts(row: Iterable[Action]) -> Iterator[int]:
-    """Behind every action, how many microbatches of chunks hold what their forward saved."""
-    live = 0
-    for action in row:
-        if action.kind is Kind.FORWARD:
-            live += 1
-        elif action.kind in LAST_USES:
-            live -= 1
-        yield live
+def live_counts(row: Iterable[Action], pending_share: float = 1.0) -> Iterator[float]:
+    """Behind every action, how many microbatches of chunks hold what their forward saved.
+
+    Those between their two gradients count `pending_share`.
+    """
+    change = {
+        Kind.FORWARD: 1.0,
+        Kind.BACKWARD: -1.0,
+        Kind.INPUT_GRADIENT: pending_share - 1,
+        Kind.WEIGHT_GRADIENT: -pending_share,
+    }
+    return accumulate(change[action.kind] for action in row)

@@ -141,10 +141,11 @@ class ScheduleSpec:
                 f"{num_layers} layers to cut it at; use fewer stages or chunks"
             )
         if self.whole_rounds and size.microbatches % size.lanes:
+            below = size.microbatches // size.lanes * size.lanes
+            fit = f"{below} or {below + size.lanes}" if below else f"{size.lanes}"
             raise UnsupportedError(
                 f"{where} with {size.microbatches} microbatches on {size.lanes} stages: it is not "
-                f"a multiple; use {size.microbatches // size.lanes * size.lanes or size.lanes} or "
-                f"{(size.microbatches // size.lanes + 1) * size.lanes} microbatches, or '1f1b'"
+                f"a multiple; use {fit} microbatches, or '1f1b'"
             )
         if size.max_live is not None and not self.uses_max_live:
             need = -(-max(self.live_bounds(size)) // size.chunks)

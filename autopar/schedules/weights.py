@@ -7,6 +7,7 @@ or at the end of the row. Which it is depends on seconds: the rows are simulated
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -46,11 +47,13 @@ class Policy:
         limit: Most live microbatches of chunks on a lane.
         backlog: Weight gradients that may wait on each lane before one goes first; None for any.
         gap: The idle time that one needs in front of it, as a share of its own seconds.
+        most_idle_s: Idle seconds between its first and last action at which a lane is given up.
     """
 
     limit: int
     backlog: Sequence[int] | None = None
     gap: float = 0.05
+    most_idle_s: float = math.inf
 
 
 @dataclass(slots=True)
@@ -59,6 +62,7 @@ class _Lane:
     at: int = 0
     now_s: float = 0.0
     start_s: float = 0.0
+    idle_s: float = 0.0
     load: float = 0.0
     pending: deque[tuple[int, int]] = field(default_factory=deque)
     row: list[Action] = field(default_factory=list)
@@ -82,7 +86,7 @@ class Placed:
 def place_weights(
     orders: Sequence[Sequence[Step]], lanes: Sequence[int], costs: Costs, policy: Policy
 ) -> Placed | None:
-    """The rows with their weight gradients; None if they would wait for each other or for memory.
+    """The rows with their weight gradients; None if they wait for each other, memory or too long.
 
     Args:
         orders: Forwards and input gradients of every lane, in order.
@@ -105,6 +109,8 @@ def place_weights(
             if not _fill(lane, ready_s, costs, (policy, backlog)):
                 return None
             _advance(lane, ready_s, costs, ends)
+            if lane.idle_s > policy.most_idle_s + _ROUNDING:
+                return None
         if lane.at > before:
             moved.extend(n for n in (number - 1, number + 1) if 0 <= n < len(state))
     if any(lane.at < len(lane.steps) for lane in state):
@@ -157,7 +163,9 @@ def _advance(lane: _Lane, ready_s: float, costs: Costs, ends: dict[Step, float])
     step = lane.steps[lane.at]
     kind, chunk, microbatch = step
     start_s = max(lane.now_s, ready_s)
-    if not lane.row:
+    if lane.row:
+        lane.idle_s += start_s - lane.now_s
+    else:
         lane.start_s = start_s
     if kind is Kind.FORWARD:
         lane.now_s = start_s + costs.forward_s

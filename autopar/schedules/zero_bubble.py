@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from autopar.schedules.actions import Kind, Schedule
 from autopar.schedules.weights import Costs, Placed, Policy, Step, place_weights
@@ -52,7 +53,10 @@ def _best(
     """The rows of the shortest period; the first that cannot be shortened ends the search."""
     best: Placed | None = None
     for order in orders:
+        steps_s = len(order[0]) / 2 * (costs.forward_s + costs.input_s + costs.weight_s)
         for policy in _policies(len(order), limit):
+            if best is not None:
+                policy = replace(policy, most_idle_s=best.period_s - steps_s)
             placed = place_weights(order, placement, costs, policy)
             if placed is None:
                 continue
