@@ -10,6 +10,7 @@ from autopar.cost.kernel import is_causal
 from autopar.cost.node import NodeCost, axis_seconds, update_bytes_per_s
 from autopar.ir.graph import Phase, Ref
 from autopar.ir.sharding import Mesh
+from autopar.lower.live import kinds_at, live_bytes, storages
 from autopar.lower.overlap import overlap
 from autopar.lower.program import COLLECTIVES, WAIT, Program
 from autopar.lower.simulate import Prices, prices, simulate
@@ -57,6 +58,8 @@ class Run:
         state_bytes: Of optimizer and master copies, bytes a parameter.
         parameter_bytes: Of the copy that computes; ``gradient_bytes`` of its gradient.
         uneven_ends: First and last stage hold a layer less.
+        holds_logits: The caller keeps the logits, also in fp32, through the backward.
+        keeps_gathered: Gathered parameters stay from the forward to the end of the backward.
     """
 
     style: Style
@@ -78,6 +81,8 @@ class Run:
     parameter_bytes: float
     gradient_bytes: float
     uneven_ends: bool = False
+    holds_logits: bool = False
+    keeps_gathered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +103,7 @@ class Unit:
         again_s: Of the layer's forward in a backward that recomputes it, by kind of recomputation.
         weight_s: Of the products for the layer's weight gradients.
         saved_bytes: Kept by the layer for its backward; ``rest_bytes`` the peak without layers.
+        working_bytes: Most that is live while a layer runs, what it saved included.
     """
 
     forward_s: float
@@ -108,6 +114,7 @@ class Unit:
     weight_s: float
     saved_bytes: float
     rest_bytes: float
+    working_bytes: float
 
 
 def predict(run: Run) -> Predicted:
@@ -140,28 +147,28 @@ def _schedule_s(run: Run, unit: Unit) -> tuple[float, float]:
     if run.uneven_ends:
         each = (run.layers + 2) / run.pp
         counts = [each - 1, *[each] * (run.pp - 2), each - 1]
-    stages = [StageTime(n * unit.forward_s, n * backward_s) for n in counts]
-    stages[-1] = StageTime(
-        stages[-1].forward_s + unit.rest_forward_s, stages[-1].backward_s + unit.rest_backward_s
-    )
     link = axis_link(run.cluster, (run.pp, run.dp, run.tp), 0)
     sent = 2 * run.sizes.batch * run.sizes.seq * run.sizes.heads * run.sizes.head_dim / run.tp
     message_s = send_s(sent, link)
     num = max(1, round(run.microbatches))
+    # Megatron's messages are not hidden: the stage that waits for one computes nothing.
+    blocked_s = message_s * run.chunks
+    stages = [StageTime(n * unit.forward_s + blocked_s, n * backward_s + blocked_s) for n in counts]
+    stages[-1] = StageTime(
+        stages[-1].forward_s + unit.rest_forward_s, stages[-1].backward_s + unit.rest_backward_s
+    )
     if run.schedule == "1f1b":
-        return one_f_one_b_s(stages, num, message_s), stages[0].backward_s
+        return one_f_one_b_s(stages, num), stages[0].backward_s
     slowest = max(stages, key=lambda stage: stage.both_s)
     mean_s = sum(stage.both_s for stage in stages) / run.pp
     if run.schedule == "interleaved":
-        alone = StageTime(slowest.forward_s + 0.0, slowest.backward_s)
         spread_s = (run.pp - 1) / run.chunks * (slowest.both_s - mean_s)
-        messages_s = 2 * message_s * run.chunks * num
-        steady_s = interleaved_s(alone, stages=run.pp, chunks=run.chunks, num_microbatches=num)
-        return steady_s - spread_s + messages_s, slowest.backward_s / run.chunks
+        steady_s = interleaved_s(slowest, stages=run.pp, chunks=run.chunks, num_microbatches=num)
+        return steady_s - spread_s, slowest.backward_s / run.chunks
     weight_s = max(counts) * unit.weight_s
     delayed = 1 if run.schedule == "zb-1p" else 2
     bubble_s = (run.pp - 1) * max(0.0, mean_s - delayed * weight_s - weight_s)
-    return num * slowest.both_s + bubble_s + 2 * (run.pp - 1) * message_s, slowest.backward_s
+    return num * slowest.both_s + bubble_s, slowest.backward_s
 
 
 def _parameters(run: Run) -> float:
@@ -223,12 +230,19 @@ def _peak_bytes(run: Run, unit: Unit) -> float:
         "attention": 0.0,
     }
     saved = (unit.saved_bytes - kept[run.recompute]) * layers * live
-    working = kept[run.recompute]
+    transient = max(0.0, unit.working_bytes - unit.saved_bytes)
     split = run.dp if run.zero == 3 else 1
     states = _parameters(run) * (run.parameter_bytes + run.gradient_bytes) / split
     states += _parameters(run) * run.state_bytes / (run.dp if run.zero else 1)
+    if run.keeps_gathered:
+        states += _parameters(run) * run.parameter_bytes
+    layer = kept[run.recompute] + transient
     rest = unit.rest_bytes if run.pp == 1 else 0.0
-    return states + saved + working + rest
+    if run.holds_logits and run.pp == 1:
+        logits = run.sizes.batch * run.sizes.seq * run.sizes.vocab / run.tp
+        rest += 6 * logits
+        layer += 6 * logits
+    return states + saved + max(layer, rest)
 
 
 @cache
@@ -242,7 +256,7 @@ def _unit(
     sequence_parallel: bool,
 ) -> Unit:
     """Differences of one and two layers (two and three under FSDP, whose gathers run ahead)."""
-    fewer, programs = _programs(style, sizes, dtype, cluster, tp, dp, sequence_parallel)
+    fewer, programs, inside = _programs(style, sizes, dtype, cluster, tp, dp, sequence_parallel)
     seconds = axis_seconds(cluster, programs[0].mesh)
     priced = prices(cluster.device(0), seconds)
     priced = replace(priced, host_op_s=EAGER_OP_S, host_view_s=EAGER_OP_S)
@@ -270,6 +284,7 @@ def _unit(
         weight_s=kinds["product"],
         saved_bytes=saved,
         rest_bytes=small.peak_bytes - small.gradient_bytes - fewer * saved,
+        working_bytes=_working_bytes(programs[0], inside) - (fewer - 1) * saved,
     )
 
 
@@ -282,8 +297,8 @@ def _programs(
     tp: int,
     dp: int,
     sequence_parallel: bool,
-) -> tuple[int, tuple[Program, Program]]:
-    """Programs of a rank for so many layers and one more, and how many those are."""
+) -> tuple[int, tuple[Program, Program], frozenset[str]]:
+    """How many layers, programs of a rank for so many and one more, and nodes of layers."""
     roles = ("dp", "tp") if dp > 1 else ("tp",)
     mesh = Mesh(roles, (dp, tp) if dp > 1 else (tp,), roles=roles)
     global_sizes = replace(sizes, batch=sizes.batch * dp)
@@ -303,7 +318,17 @@ def _programs(
         )
         zero = (0,) * len(mesh.sizes)
         found.append(overlap(lower(graph, analysis.rules, stage, zero, seconds)))
-    return fewer, (found[0], found[1])
+    inside = frozenset(n.name for n in graph.nodes if n.source.module.startswith("layers."))
+    return fewer, (found[0], found[1]), inside
+
+
+def _working_bytes(program: Program, inside: frozenset[str]) -> float:
+    """Most live bytes while a layer runs, apart from finished gradients."""
+    memory = storages(program)
+    live = live_bytes(program, memory)
+    places = [i for i, made in enumerate(program.instructions) if made.origin in inside]
+    at = max(places, key=live.__getitem__)
+    return live[at] - kinds_at(program, memory, at)[1]
 
 
 def _forward_kinds(program: Program, priced: Prices) -> dict[str, float]:

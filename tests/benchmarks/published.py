@@ -217,10 +217,16 @@ def torchtitan(row: Row) -> Run:
 
 
 def kempner(row: Row) -> Run:
+    """Everything in bf16, moments too; gathered parameters stay for the backward.
+
+    Both are read from the memory column: 8 bytes a parameter on one device, 2 more of the whole
+    model on several.
+    """
     where = cluster("h200", number(row, "n_gpus"), 4)
-    if row["zero_stage"] == "3":
-        return fsdp(row, LLAMA_FUSED, where)
-    return base(row, LLAMA_FUSED, where)
+    made = fsdp(row, LLAMA_FUSED, where)
+    zero = 3 if row["zero_stage"] == "3" else 0
+    made = replace(made, zero=zero, state_bytes=4, parameter_bytes=2, gradient_bytes=2)
+    return replace(made, holds_logits=True, keeps_gathered=zero == 3 and made.dp > 1)
 
 
 def internevo(row: Row) -> Run:
