@@ -61,7 +61,53 @@ class Schedule:
     name: str
 
 
-Hint = Degrees | Shard | Replicate | MemoryLimit | Microbatches | Schedule
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """Activations of the modules that match are made again in the backward."""
+
+    pattern: str
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Activations of the modules that match are kept for the backward."""
+
+    pattern: str
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """Activations of the modules that match wait for the backward in host memory."""
+
+    pattern: str
+
+
+@dataclass(frozen=True, slots=True)
+class CutBefore:
+    """A pipeline stage begins at the module."""
+
+    pattern: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The modules that match run on the pipeline stage ``number``."""
+
+    pattern: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class PerMicrobatch:
+    """The modules that match may take their statistics over a microbatch alone."""
+
+    pattern: str
+
+
+Later = Recompute | Keep | Offload | CutBefore | Stage | PerMicrobatch
+"""Hints that have their names already, and that this version refuses."""
+
+Hint = Degrees | Shard | Replicate | MemoryLimit | Microbatches | Schedule | Later
 
 
 def degrees(
@@ -142,3 +188,33 @@ def microbatches(count: int) -> Microbatches:
 def schedule(name: str) -> Schedule:
     """Run a pipeline in this order: ``"gpipe"``, ``"1f1b"`` ... (see docs/schedules.md)."""
     return Schedule(name)
+
+
+def recompute(pattern: str) -> Recompute:
+    """Make activations of the modules that match again in the backward; refused for now."""
+    return Recompute(pattern)
+
+
+def keep(pattern: str) -> Keep:
+    """Keep activations of the modules that match for the backward; refused for now."""
+    return Keep(pattern)
+
+
+def offload(pattern: str) -> Offload:
+    """Put activations of the modules that match into host memory; refused for now."""
+    return Offload(pattern)
+
+
+def cut_before(pattern: str) -> CutBefore:
+    """Begin a pipeline stage at the module; refused for now."""
+    return CutBefore(pattern)
+
+
+def stage(pattern: str, number: int) -> Stage:
+    """Run the modules that match on the pipeline stage ``number``; refused for now."""
+    return Stage(pattern, number)
+
+
+def per_microbatch(pattern: str) -> PerMicrobatch:
+    """Let the modules that match take statistics over a microbatch alone; refused for now."""
+    return PerMicrobatch(pattern)

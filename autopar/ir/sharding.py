@@ -209,7 +209,9 @@ def atoms(shape: Sequence[int], sharding: Sharding) -> tuple[tuple[Atom, ...], .
 def is_legal(shape: Sequence[int], sharding: Sharding, mesh: Mesh, *, empty: bool = False) -> bool:
     """Whether the sharding fits the shape on the mesh.
 
-    Every element must lie on some rank; ``empty`` allows ranks without elements.
+    Every element must lie on some rank; ``empty`` allows ranks without elements. Chunks may be
+    longer than the least that suffices: a merged dim of 5 samples of 8 tokens is split over 2 ranks
+    by samples in chunks of 24.
     """
     return _is_legal(tuple(shape), sharding, mesh.sizes, empty)
 
@@ -229,9 +231,10 @@ def _is_legal(
             if atom.axis is None:
                 continue
             ranks = sizes[atom.axis]
-            if atom.chunk != -(-atom.size // ranks):
+            least = -(-atom.size // ranks)
+            if not least <= atom.chunk <= atom.size:
                 return False
-            if not empty and atom.local(ranks - 1) == 0:
+            if (atom.chunk > least or not empty) and not atom.local(ranks - 1):
                 return False
     return True
 

@@ -123,19 +123,20 @@ def _check_stored(parameter: ParameterPlan, mesh: Mesh) -> None:
     for axis in parameter.stored:
         if isinstance(axis, Partial):
             raise _edited(f"{what} is stored as terms of a sum, no rank would hold it")
-    if not _is_plain(parameter.stored, mesh):
+    if not _is_plain(parameter.stored, parameter.type, mesh):
         raise _edited(
             f"{what} is stored {sharding_text(parameter.stored, mesh)}, which is not contiguous "
             "pieces in the order of the mesh axes"
         )
 
 
-def _is_plain(sharding: Sharding, mesh: Mesh) -> bool:
+def _is_plain(sharding: Sharding, kind: TensorType, mesh: Mesh) -> bool:
     """Whether DTensor says it with ``Shard``: each axis cuts what the axes before it left."""
     pieces: dict[int, int] = {}
     for axis, size in zip(sharding, mesh.sizes, strict=True):
         if isinstance(axis, Split):
-            if axis.outer != pieces.get(axis.dim, 1):
+            row = kind.shape[axis.dim] // axis.outer
+            if axis.outer != pieces.get(axis.dim, 1) or axis.block != -(-row // size):
                 return False
             pieces[axis.dim] = axis.outer * size
     return True

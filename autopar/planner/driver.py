@@ -7,12 +7,13 @@ model of the search said, the limit is tightened by the difference and the mesh 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.cost.node import NodeCost, axis_seconds, update_bytes_per_s
-from autopar.errors import InfeasibleError, SearchTimeoutError
+from autopar.errors import HintError, InfeasibleError, SearchTimeoutError
 from autopar.hint import Hint
 from autopar.ir.graph import INPUT, Graph
 from autopar.ir.sharding import Mesh, Split
@@ -126,6 +127,11 @@ def make_plan(analysis: Analysis, request: Request) -> Plan:
     counts = microbatch_counts(analysis.graph, settled.microbatches, num_stages)
     for count in counts:
         for mesh in (space.with_time(count) for space in spaces):
+            if misfit := batch_misfit(analysis.graph, mesh):
+                if settled.microbatches is not None:
+                    raise HintError(misfit)
+                failures.append(_Failure(mesh, True, float("inf")))
+                continue
             left = request.time_limit_s - (time.perf_counter() - start)
             outcome = _try_mesh(analysis, request, settled, mesh, num_stages, max(left, 1.0))
             if isinstance(outcome, Candidate):
@@ -165,6 +171,22 @@ def microbatch_counts(graph: Graph, forced: int | None, num_stages: int = 1) -> 
         enough = [count for count in fitting if count >= 4 * num_stages]
         return tuple(enough or fitting[-1:])
     return tuple(fitting)
+
+
+def batch_misfit(graph: Graph, mesh: Mesh) -> str:
+    """Why the batch cannot be cut over ``dp`` and into the mesh's microbatches; empty if it can."""
+    ranks = math.prod(n for n, role in zip(mesh.sizes, mesh.roles, strict=True) if role == "dp")
+    parts = ranks * mesh.microbatches
+    for node in graph.sources(INPUT):
+        dim = graph.batch_dims.get(node.target)
+        samples = 0 if dim is None else node.outputs[0].shape[dim]
+        if min(ranks, mesh.microbatches) > 1 and samples % parts:
+            return (
+                f"cannot cut the batch into {mesh.microbatches} microbatches over dp={ranks}: "
+                f"input {node.target!r} has {samples} samples, not a multiple of {parts}; use "
+                "such a batch, dp=1 (any number of samples), or another hint.microbatches"
+            )
+    return ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from autopar.errors import HintError
-from autopar.hint import Degrees, Hint, MemoryLimit, Microbatches, Replicate, Schedule, Shard
+from autopar.errors import HintError, UnsupportedError
+from autopar.hint import (
+    Degrees,
+    Hint,
+    Later,
+    MemoryLimit,
+    Microbatches,
+    Replicate,
+    Schedule,
+    Shard,
+)
 from autopar.ir.graph import INPUT, PARAMETER, Graph
 from autopar.schedules.table import schedule_named
 from autopar.search.analysis import Analysis
@@ -46,6 +55,8 @@ def settle(
         HintError: A hint matches nothing, repeats another or names an axis that is not there.
         UnsupportedError: A hint asks for what this version does not do.
     """
+    for given in hints:
+        _check_kind(given)
     degrees = _only(hints, Degrees, "hint.degrees")
     limit = _only(hints, MemoryLimit, "hint.memory_limit")
     schedule = _only(hints, Schedule, "hint.schedule")
@@ -70,6 +81,20 @@ def settle(
         microbatches=None if microbatches is None else microbatches.count,
         memory_limit_bytes=usable if limit is None else limit.limit_bytes,
     )
+
+
+def _check_kind(given: object) -> None:
+    """Refuse what is no hint, and hints that this version cannot follow."""
+    if isinstance(given, Later):
+        raise UnsupportedError(
+            f"cannot follow hint {given}: this version plans no recompute, no offload, no given "
+            "cuts of a pipeline and no statistics of one microbatch; leave it out"
+        )
+    if not isinstance(given, Hint):
+        raise HintError(
+            f"cannot use {given!r} as a hint: it is a {type(given).__name__}; give a list of what "
+            "the functions of autopar.hint return"
+        )
 
 
 def _check_microbatches(graph: Graph, count: int) -> None:
