@@ -82,7 +82,7 @@ def one_f_one_b_bounds(
         beyond_s = total_s - before_s - stage.both_s + 2 * send_s * after
         reach_s = before_s + 2 * send_s * i
         work_s = num_microbatches * stage.both_s
-        if num_microbatches <= after:
+        if num_microbatches <= after + 1:
             slower_s = max(stage.forward_s, stage.backward_s)
             busy_s = reach_s + stage.both_s + (num_microbatches - 1) * slower_s + beyond_s
             trip_s = busy_s

@@ -219,8 +219,8 @@ def _try_mesh(
         settled.restrictions,
         memory_limit_bytes=settled.memory_limit_bytes,
     )
-    # The problem holds all stages; each rank of a pipeline holds one of them.
-    limit = float(settled.memory_limit_bytes) * num_stages
+    allowed = float(settled.memory_limit_bytes)
+    limit: float | None = None
     least = float("inf")
     for _ in range(ROUNDS):
         problem = replace(built.problem, memory_limit_bytes=limit)
@@ -236,11 +236,16 @@ def _try_mesh(
         else:
             candidate = evaluate(analysis, request, cost, built, solution)
         used = candidate.memory.total_bytes
-        if used <= settled.memory_limit_bytes:
+        if used <= allowed:
             return candidate
         least = min(least, used)
-        excess = used - settled.memory_limit_bytes
-        limit = min(limit, max(solution.memory_bytes)) - max(excess * num_stages, 0.02 * limit)
+        # The problem knows what is held, the program also what passes through; and the problem
+        # holds all stages where each rank of a pipeline holds one of them.
+        held = max(solution.memory_bytes) / num_stages
+        room = allowed - max(0.0, used - held)
+        if limit is not None:
+            room = min(room, limit / num_stages - max(used - allowed, 0.01 * allowed))
+        limit = max(room, 0.0) * num_stages
     return _Failure(mesh, False, least)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -41,7 +42,7 @@ from autopar.ir.sharding import (
 from autopar.plan.records import NodePlan, ParameterPlan, StagePlan
 from autopar.rules.strategies import Strategy, strategies
 from autopar.search.analysis import Analysis
-from autopar.search.problem import Arc, Choices, Need, Problem, Solution, Value
+from autopar.search.problem import Arc, Choices, Need, Problem, Shares, Solution, Value
 from autopar.search.regions import Entry, merge_regions, places, useful_partials
 from autopar.search.restrict import Restrictions, RoleFilter, parameter_allows, zero_allows
 
@@ -346,6 +347,7 @@ class _Builder:
                 backward=tuple(dict.fromkeys(backward)),
                 kept_bytes=tuple(float(s) for s in size),
                 persistent=node.op in SOURCE_OPS,
+                divisible=len(group) > 1,
                 fixed_needs=tuple(sorted(set(fixed))),
                 no_keep=self._not_kept(node, layouts),
             ),
@@ -474,6 +476,7 @@ class _Builder:
             seconds=tuple(seconds),
             resident_bytes=tuple(resident),
             gradient_bytes=tuple(gradients),
+            divisible=count > 1,
         )
 
 
@@ -595,16 +598,23 @@ def build_problem(
 
 def decode(built: Built, analysis: Analysis, solution: Solution) -> StagePlan:
     """The stage that a solution stands for."""
-    picked = {
-        name: built.classes[number].strategies[at]
-        for entry, choice in zip(built.entries, solution.choice, strict=True)
-        for number, at in zip(entry.classes, entry.choices[choice], strict=True)
-        for name in built.classes[number].members
-    }
+    picked: dict[str, Strategy] = {}
+    for index, (entry, choice) in enumerate(zip(built.entries, solution.choice, strict=True)):
+        shares = solution.choice_shares.get(index, ((choice, 1.0),))
+        leanest = built.problem.nodes[index].resident_bytes
+        for number, place in zip(entry.classes, range(len(entry.classes)), strict=True):
+            members = built.classes[number].members
+            for name, chosen in zip(members, dealt(shares, leanest, len(members)), strict=True):
+                picked[name] = built.classes[number].strategies[entry.choices[chosen][place]]
     kept: dict[str, tuple[Sharding, ...]] = {}
-    for members, layouts, number in zip(built.roots, built.layouts, solution.kept, strict=True):
-        if number is not None:
-            kept.update({str(ref): (layouts[number],) for ref in members})
+    for index, (group, layouts) in enumerate(zip(built.roots, built.layouts, strict=True)):
+        layout = solution.kept[index]
+        if layout is None:
+            continue
+        shares = solution.kept_shares.get(index, ((layout, 1.0),))
+        leanest = built.problem.values[index].kept_bytes
+        for ref, chosen in zip(group, dealt(shares, leanest, len(group)), strict=True):
+            kept[str(ref)] = (layouts[chosen],)
     graph = analysis.graph
     used = _used(built, analysis, picked)
     parameters, inputs, nodes = [], {}, []
@@ -633,6 +643,20 @@ def decode(built: Built, analysis: Analysis, solution: Solution) -> StagePlan:
         nodes=tuple(nodes),
         kept=kept,
     )
+
+
+def dealt(shares: Shares, size: Sequence[float], count: int) -> list[int]:
+    """What each of ``count`` members chooses, in order: the leanest first, rounded up.
+
+    Args:
+        shares: Choices and their shares.
+        size: Bytes of every choice.
+        count: Number of members.
+    """
+    found: list[int] = []
+    for choice, share in sorted(shares, key=lambda item: size[item[0]]):
+        found += [choice] * math.ceil(share * count - 1e-6)
+    return found[:count] + [found[-1]] * (count - len(found))
 
 
 def _used(

@@ -13,6 +13,7 @@ persistent value that is not its own layout).
 (6) resident + kept <= limit, resident + gradients <= limit            ``_add_memory``
 =====================================================================  =======================
 
+Choices and layouts of divisible classes are continuous: k of 32 layers may choose another way.
 The objective is the seconds of the picked choices and of the paid arcs. The relaxation is integral
 until memory binds. Solved by HiGHS through MathOpt with one thread, so every run gives one plan.
 """
@@ -21,17 +22,22 @@ from __future__ import annotations
 
 import datetime
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 from ortools.math_opt import model_pb2
 from ortools.math_opt.python import mathopt
 from ortools.math_opt.solvers import highs_pb2
 
-from autopar.search.problem import Need, Problem, Solution, Value
+from autopar.search.problem import Need, Problem, Shares, Solution, Value
 
 GAP = 1e-4
 """Relative gap at which the solver may stop."""
+
+SHARE = 1e-6
+"""Least share of a class that counts as a choice."""
 
 
 @dataclass(slots=True)
@@ -88,24 +94,121 @@ def solve(problem: Problem, *, time_limit_s: float = 60.0, gap: float = GAP) -> 
     _add_keeps(program, problem, columns)
     _add_flows(program, problem, columns)
     _add_memory(program, problem, columns)
-    model = mathopt.Model.from_model_proto(_proto(program))
+    outcome = _search(program, columns, start + time_limit_s, gap)
+    return _solution(problem, columns, program, outcome, time.perf_counter() - start)
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What was found.
+
+    Attributes:
+        status: As of `Solution`.
+        values: Of every column; empty if nothing was found.
+        objective: In milliseconds; ``bound`` the proven least.
+    """
+
+    status: str
+    values: NDArray[np.float64]
+    objective: float = float("inf")
+    bound: float = 0.0
+
+
+_NOTHING = np.zeros(0)
+DIVE_GAP = 2e-3
+"""Relative gap at which a rounded relaxation is good enough not to branch."""
+
+
+def _search(program: _Program, columns: _Columns, deadline: float, gap: float) -> _Outcome:
+    """Solve the relaxation; round it where it is fractional; branch where rounding costs."""
+    relaxed = _run(program, deadline, gap, relaxed=True)
+    if relaxed.status != "optimal" or not _fractional(program, columns, relaxed.values):
+        return relaxed
+    rounded = _dive(program, columns, relaxed, deadline, gap)
+    close = rounded.objective - relaxed.bound <= max(gap, DIVE_GAP) * rounded.objective
+    if close and gap >= GAP:
+        return rounded
+    branched = _run(program, deadline, gap, relaxed=False)
+    best = min(branched, rounded, key=lambda outcome: outcome.objective)
+    bound = max(branched.bound, relaxed.bound)
+    if not len(best.values):
+        return branched
+    closed = best.objective - bound <= gap * best.objective
+    status = "optimal" if branched.status == "optimal" or closed else "feasible"
+    return replace(best, status=status, bound=min(bound, best.objective))
+
+
+def _fractional(program: _Program, columns: _Columns, values: NDArray[np.float64]) -> list[range]:
+    """Groups of columns that must be whole numbers and are not."""
+    groups = [*columns.pick, *(keep for keep in columns.keep if keep is not None)]
+    found = []
+    for group in groups:
+        if program.integer[group.start]:
+            amounts = values[group.start : group.stop]
+            if np.any((amounts > SHARE) & (amounts < 1 - SHARE)):
+                found.append(group)
+    return found
+
+
+def _dive(
+    program: _Program, columns: _Columns, relaxed: _Outcome, deadline: float, gap: float
+) -> _Outcome:
+    """Fix the fractional groups one after the other at their largest share, solving in between."""
+    fixed = replace(program, upper=list(program.upper))
+    now = relaxed
+    while groups := _fractional(program, columns, now.values):
+        if time.perf_counter() > deadline:
+            return _Outcome("time_limited", _NOTHING)
+        for group in groups:
+            chosen = int(np.argmax(now.values[group.start : group.stop]))
+            for place, column in enumerate(group):
+                if place != chosen:
+                    fixed.upper[column] = 0.0
+        now = _run(fixed, deadline, gap, relaxed=True)
+        if not len(now.values):
+            return now
+    return replace(now, bound=relaxed.bound, status="feasible")
+
+
+def _run(program: _Program, deadline: float, gap: float, *, relaxed: bool) -> _Outcome:
+    """Hand a program, or its relaxation, to the solver."""
+    model = mathopt.Model.from_model_proto(_proto(program, relaxed=relaxed))
     result = mathopt.solve(
         model,
         mathopt.SolverType.HIGHS,
         params=mathopt.SolveParameters(
-            time_limit=datetime.timedelta(seconds=time_limit_s),
+            time_limit=datetime.timedelta(seconds=max(deadline - time.perf_counter(), 1.0)),
             relative_gap_tolerance=gap,
             highs=highs_pb2.HighsOptionsProto(string_options={"parallel": "off"}),
         ),
+        model_params=mathopt.ModelSolveParameters(
+            variable_values_filter=mathopt.VariableFilter(skip_zero_values=True)
+        ),
     )
-    seconds = time.perf_counter() - start
-    return _solution(problem, columns, program, result, seconds)
+    reason = result.termination.reason
+    if not result.has_primal_feasible_solution():
+        proven = {
+            mathopt.TerminationReason.INFEASIBLE,
+            mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED,
+        }
+        return _Outcome("infeasible" if reason in proven else "time_limited", _NOTHING)
+    values = np.zeros(len(program.cost))
+    for variable, amount in result.variable_values().items():
+        values[variable.id] = amount
+    optimal = reason == mathopt.TerminationReason.OPTIMAL
+    return _Outcome(
+        "optimal" if optimal else "feasible",
+        values,
+        result.objective_value(),
+        result.best_objective_bound(),
+    )
 
 
 def _add_choices(program: _Program, problem: Problem, columns: _Columns) -> None:
     """(1)"""
     for node in problem.nodes:
-        own = program.columns(list(node.seconds), integer=len(node.seconds) > 1)
+        integer = len(node.seconds) > 1 and not node.divisible
+        own = program.columns(list(node.seconds), integer=integer)
         program.row(1, 1, [(c, 1.0) for c in own])
         columns.pick.append(own)
 
@@ -117,7 +220,7 @@ def _add_keeps(program: _Program, problem: Problem, columns: _Columns) -> None:
             columns.keep.append(None)
             columns.extra.append(None)
             continue
-        keep = program.columns([0.0] * value.num_layouts, integer=True)
+        keep = program.columns([0.0] * value.num_layouts, integer=not value.divisible)
         for layout in value.no_keep:
             program.upper[keep[layout]] = 0.0
         program.row(1, 1, [(c, 1.0) for c in keep])
@@ -219,13 +322,13 @@ def _add_memory(program: _Program, problem: Problem, columns: _Columns) -> None:
     program.row(-np.inf, limit, gradients)
 
 
-def _proto(program: _Program) -> model_pb2.ModelProto:
+def _proto(program: _Program, *, relaxed: bool) -> model_pb2.ModelProto:
     proto = model_pb2.ModelProto()
     num = len(program.cost)
     proto.variables.ids.extend(range(num))
     proto.variables.lower_bounds.extend([0.0] * num)
     proto.variables.upper_bounds.extend(program.upper)
-    proto.variables.integers.extend(program.integer)
+    proto.variables.integers.extend([False] * num if relaxed else program.integer)
     costs = np.asarray(program.cost)
     (nonzero,) = np.nonzero(costs)
     proto.objective.linear_coefficients.ids.extend(nonzero.tolist())
@@ -247,54 +350,68 @@ def _solution(
     problem: Problem,
     columns: _Columns,
     program: _Program,
-    result: mathopt.SolveResult,
+    outcome: _Outcome,
     seconds: float,
 ) -> Solution:
     num_variables, num_constraints = len(program.cost), len(program.low)
-    reason = result.termination.reason
-    if not result.has_primal_feasible_solution():
-        proven = {
-            mathopt.TerminationReason.INFEASIBLE,
-            mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED,
-        }
-        status = "infeasible" if reason in proven else "time_limited"
+    found = outcome.values
+    if not len(found):
         return Solution(
-            status=status,
+            status=outcome.status,
             seconds=seconds,
             num_variables=num_variables,
             num_constraints=num_constraints,
         )
-    values = result.variable_values()
-    found = np.array([amount for _, amount in sorted(values.items(), key=lambda v: v[0].id)])
     choice = tuple(int(np.argmax(found[pick.start : pick.stop])) for pick in columns.pick)
     kept = tuple(
         None if keep is None else int(np.argmax(found[keep.start : keep.stop]))
         for keep in columns.keep
     )
     return Solution(
-        status="optimal" if reason == mathopt.TerminationReason.OPTIMAL else "feasible",
+        status=outcome.status,
         choice=choice,
         kept=kept,
-        objective_s=result.objective_value() / 1e3,
-        bound_s=result.best_objective_bound() / 1e3,
+        choice_shares=_shares(found, columns.pick),
+        kept_shares=_shares(found, columns.keep),
+        objective_s=outcome.objective / 1e3,
+        bound_s=outcome.bound / 1e3,
         seconds=seconds,
-        memory_bytes=_memory(problem, choice, kept),
+        memory_bytes=_memory(problem, columns, found),
         num_variables=num_variables,
         num_constraints=num_constraints,
     )
 
 
-def _memory(
-    problem: Problem, choice: tuple[int, ...], kept: tuple[int | None, ...]
-) -> tuple[float, float]:
+def _shares(found: NDArray[np.float64], groups: Sequence[range | None]) -> dict[int, Shares]:
+    """What the members of a group choose, where they choose differently."""
+    shares: dict[int, Shares] = {}
+    for index, group in enumerate(groups):
+        if group is None:
+            continue
+        amounts = found[group.start : group.stop]
+        (used,) = np.nonzero(amounts > SHARE)
+        if len(used) > 1:
+            total = float(amounts[used].sum())
+            shares[index] = tuple((int(n), float(amounts[n]) / total) for n in used)
+    return shares
+
+
+def _memory(problem: Problem, columns: _Columns, found: NDArray[np.float64]) -> tuple[float, float]:
+    """The two memory sums, in bytes."""
     resident = problem.fixed_bytes
     gradients = saved = 0.0
-    for node, picked in zip(problem.nodes, choice, strict=True):
-        resident += node.resident_bytes[picked]
-        gradients += node.gradient_bytes[picked]
-    for value, layout in zip(problem.values, kept, strict=True):
-        if layout is None:
-            continue
-        if not (value.persistent and value.gives[choice[value.producer]] == layout):
-            saved += value.kept_bytes[layout]
+    for node, pick in zip(problem.nodes, columns.pick, strict=True):
+        amounts = found[pick.start : pick.stop]
+        resident += float(amounts @ np.asarray(node.resident_bytes))
+        gradients += float(amounts @ np.asarray(node.gradient_bytes))
+    for value, keep, extra in zip(problem.values, columns.keep, columns.extra, strict=True):
+        counted = keep if extra is None else extra
+        if counted is not None:
+            amounts = found[counted.start : counted.stop]
+            if extra is not None and keep is not None:
+                own = np.zeros(value.num_layouts)
+                pick = columns.pick[value.producer]
+                np.add.at(own, np.asarray(value.gives), found[pick.start : pick.stop])
+                amounts = np.maximum(0.0, found[keep.start : keep.stop] - own)
+            saved += float(amounts @ np.asarray(value.kept_bytes))
     return resident + saved, resident + gradients

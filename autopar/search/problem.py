@@ -11,6 +11,7 @@ the backward is *kept* in one layout, which costs memory; the backward starts fr
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
@@ -24,6 +25,7 @@ class Choices:
         seconds: Of each choice, for all members.
         resident_bytes: Held through the whole step by each choice, for all members.
         gradient_bytes: Held from the end of the backward to the update, for all members.
+        divisible: Members may choose differently, so a share of the class is a choice too.
     """
 
     name: str
@@ -31,6 +33,7 @@ class Choices:
     seconds: tuple[float, ...]
     resident_bytes: tuple[float, ...]
     gradient_bytes: tuple[float, ...]
+    divisible: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,7 @@ class Value:
         kept_bytes: Memory of keeping each layout, all members.
         persistent: The producer's own layout is there in every phase and costs nothing to keep
             (parameters, inputs, constants).
+        divisible: Members may be kept in different layouts.
         fixed_needs: Layouts needed whatever is chosen, in the phase it is made in.
         no_keep: Layouts that may not be kept (a gathered parameter under ZeRO-3).
     """
@@ -77,6 +81,7 @@ class Value:
     backward: tuple[Need, ...]
     kept_bytes: tuple[float, ...]
     persistent: bool = False
+    divisible: bool = False
     fixed_needs: tuple[int, ...] = ()
     no_keep: frozenset[int] = frozenset()
 
@@ -98,6 +103,10 @@ class Problem:
     fixed_bytes: float = 0.0
 
 
+Shares = tuple[tuple[int, float], ...]
+"""(choice or layout, share of the members), shares adding up to one."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
     """What a solver found.
@@ -107,6 +116,9 @@ class Solution:
             found in time).
         choice: Choice of every node.
         kept: Layout kept of every value that crosses into the backward, else None.
+        choice_shares: Of divisible nodes whose members choose differently, what they choose;
+            ``choice`` then has the largest share.
+        kept_shares: The same of layouts kept.
         objective_s: Seconds of the solution; ``bound_s`` the proven least.
         seconds: Time the solver took.
         num_variables: Size of the program.
@@ -117,6 +129,8 @@ class Solution:
     status: str
     choice: tuple[int, ...] = ()
     kept: tuple[int | None, ...] = ()
+    choice_shares: Mapping[int, Shares] = field(default_factory=dict)
+    kept_shares: Mapping[int, Shares] = field(default_factory=dict)
     objective_s: float = float("inf")
     bound_s: float = 0.0
     seconds: float = 0.0
