@@ -81,7 +81,7 @@ def test_a_model_file_is_captured_at_full_width(name: str, tmp_path: Path) -> No
     assert all(node.name in analysis.rules for node in captured.graph.nodes if not node.target)
 
 
-@pytest.mark.slow
+@pytest.mark.large
 @pytest.mark.parametrize("name", EXPERTS)
 def test_experts_are_planned_at_dense_costs(name: str, tmp_path: Path) -> None:
     made = build_model(read_config(shallow(tmp_path, name)), Wanted(batch=16, seq=128))

@@ -59,7 +59,8 @@ class Outcome:
         build_s: Making the model on meta.
         capture_s: Capturing its step.
         analyse_s: Rules, aliases and folding.
-        search_s: Building the problems and solving them.
+        problem_s: Building the problems of all meshes.
+        solve_s: Solving them.
         simulate_s: Lowering and simulating what was found.
         total_s: All of the above and the rest, imports apart.
         wall_s: The same by the clock.
@@ -71,7 +72,8 @@ class Outcome:
     build_s: float
     capture_s: float
     analyse_s: float
-    search_s: float
+    problem_s: float
+    solve_s: float
     simulate_s: float
     total_s: float
     wall_s: float
@@ -122,8 +124,9 @@ def run_case(case: Case, save: Path | None, *, profiled: bool) -> Outcome:
     clock = Clock()
     clock.watch(api, "capture_step", "capture")
     clock.watch(api, "analyse", "analyse")
-    for function in ("build_problem", "solve", "solve_mesh", "decode"):
-        clock.watch(driver, function, "search")
+    clock.watch(driver, "build_problem", "problem")
+    for function in ("solve", "decode"):
+        clock.watch(driver, function, "solve")
     for function in ("evaluate", "_evaluate_stages", "evaluate_pipeline"):
         clock.watch(driver, function, "simulate")
     assert capture.capture_step is not None
@@ -165,7 +168,8 @@ def run_case(case: Case, save: Path | None, *, profiled: bool) -> Outcome:
         build_s=build_s,
         capture_s=clock.seconds.get("capture", 0.0),
         analyse_s=clock.seconds.get("analyse", 0.0),
-        search_s=clock.seconds.get("search", 0.0),
+        problem_s=clock.seconds.get("problem", 0.0),
+        solve_s=clock.seconds.get("solve", 0.0),
         simulate_s=clock.seconds.get("simulate", 0.0),
         total_s=total_s,
         wall_s=wall_s,
@@ -209,8 +213,9 @@ def main() -> None:
         outcome = run_case(CASES[given.cases[0]], given.save, profiled=given.profile)
         print(json.dumps(asdict(outcome)))
         return
-    heads = ("build", "capture", "analyse", "search", "simulate", "total", "wall", "allowed", "peak")
-    print(f"{'case':16}" + "".join(f"{head:>10}" for head in heads))
+    heads = ("model", "capture", "analyse", "problem", "solve", "simulate", "total", "wall")
+    heads += ("allowed", "peak")
+    print(f"{'case':16}" + "".join(f"{head:>10}" for head in heads), flush=True)
     for name in given.cases:
         case = CASES[name]
         command = [sys.executable, "-m", "tests.benchmarks.planning", "--here", name]
@@ -218,14 +223,15 @@ def main() -> None:
         command += ["--profile"] if given.profile else []
         ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
         if ended.returncode:
-            print(f"{name:16}failed: {ended.stderr.strip().splitlines()[-1:]}")
+            print(f"{name:16}failed:\n{ended.stderr}", flush=True)
             continue
         outcome = Outcome(**json.loads(ended.stdout.splitlines()[-1]))
         took = (
             outcome.build_s,
             outcome.capture_s,
             outcome.analyse_s,
-            outcome.search_s,
+            outcome.problem_s,
+            outcome.solve_s,
             outcome.simulate_s,
             outcome.total_s,
             outcome.wall_s,
