@@ -35,7 +35,7 @@ from autopar.planner.hints import Settled, settle
 from autopar.planner.pipeline import StageResult, cut, evaluate_pipeline
 from autopar.search.analysis import Analysis
 from autopar.search.build import Built, StateBytes, build_problem, decode, describe_mesh
-from autopar.search.intra import solve
+from autopar.search.intra import least_bytes, solve
 from autopar.search.outer import meshes
 from autopar.search.problem import Solution
 from autopar.search.stages import Pipeline
@@ -227,7 +227,7 @@ def _try_mesh(
         solution = solve(problem, time_limit_s=time_limit_s)
         if not solution.choice:
             if least == float("inf"):
-                least = _least_bytes(built, time_limit_s)
+                least = least_bytes(built.problem, time_limit_s=time_limit_s) / num_stages
             return _Failure(mesh, solution.status == "infeasible", least)
         if num_stages > 1:
             candidate = _evaluate_stages(
@@ -247,27 +247,6 @@ def _try_mesh(
             room = min(room, limit / num_stages - max(used - allowed, 0.01 * allowed))
         limit = max(room, 0.0) * num_stages
     return _Failure(mesh, False, least)
-
-
-def _least_bytes(built: Built, time_limit_s: float) -> float:
-    """Least memory of any choice: the same program with bytes as the objective."""
-    nodes = tuple(
-        replace(
-            node,
-            seconds=tuple(
-                (held + own) / 2**30
-                for held, own in zip(node.resident_bytes, node.gradient_bytes, strict=True)
-            ),
-        )
-        for node in built.problem.nodes
-    )
-    values = tuple(
-        replace(value, arcs=tuple(replace(arc, seconds=0.0) for arc in value.arcs))
-        for value in built.problem.values
-    )
-    problem = replace(built.problem, nodes=nodes, values=values, memory_limit_bytes=None)
-    solution = solve(problem, time_limit_s=time_limit_s)
-    return max(solution.memory_bytes) if solution.choice else float("inf")
 
 
 def evaluate(

@@ -300,11 +300,30 @@ def _add_flow(program: _Program, value: Value, made: _Terms, demand: _Terms, flo
             program.row(constant, constant, list(row.items()))
 
 
-def _add_memory(program: _Program, problem: Problem, columns: _Columns) -> None:
-    """(6), in GiB so that the solver's tolerances fit."""
+def least_bytes(problem: Problem, *, time_limit_s: float = 60.0) -> float:
+    """Least of the larger memory sum that any choice needs, by the relaxation.
+
+    No choice needs less; infinite if the time ran out.
+    """
+    program, columns = _Program(), _Columns()
+    _add_choices(program, problem, columns)
+    _add_keeps(program, problem, columns)
+    _add_flows(program, problem, columns)
+    program.cost = [0.0] * len(program.cost)
+    (most,) = program.columns([1e-3], upper=float("inf"))
+    _add_memory(program, replace(problem, memory_limit_bytes=problem.fixed_bytes), columns, most)
+    outcome = _run(program, time.perf_counter() + time_limit_s, GAP, relaxed=True)
+    return outcome.objective * 2**30 + problem.fixed_bytes
+
+
+def _add_memory(
+    program: _Program, problem: Problem, columns: _Columns, most: int | None = None
+) -> None:
+    """(6), in GiB so that the solver's tolerances fit; ``most`` is a column added to the limit."""
     if problem.memory_limit_bytes is None:
         return
     limit = (problem.memory_limit_bytes - problem.fixed_bytes) / 2**30
+    room = [] if most is None else [(most, -1.0)]
     resident, gradients, kept = [], [], []
     for node, pick in zip(problem.nodes, columns.pick, strict=True):
         for choice, column in enumerate(pick):
@@ -318,8 +337,8 @@ def _add_memory(program: _Program, problem: Problem, columns: _Columns) -> None:
         if keep is not None:
             counted = keep if extra is None else extra
             kept += [(counted[n], size / 2**30) for n, size in enumerate(value.kept_bytes) if size]
-    program.row(-np.inf, limit, resident + kept)
-    program.row(-np.inf, limit, gradients)
+    program.row(-np.inf, limit, resident + kept + room)
+    program.row(-np.inf, limit, gradients + room)
 
 
 def _proto(program: _Program, *, relaxed: bool) -> model_pb2.ModelProto:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.search.intra import solve
+from autopar.search.intra import least_bytes, solve
 from autopar.search.problem import Arc, Choices, Need, Problem, Value
 from tests.oracles.brute import brute_force
 
@@ -76,3 +78,15 @@ def test_program_equals_brute_force(problem: Problem) -> None:
 def test_every_run_gives_the_same_solution(problem: Problem) -> None:
     first, second = solve(problem), solve(problem)
     assert (first.choice, first.kept) == (second.choice, second.kept)
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems())
+def test_no_solution_needs_less_than_the_least_bytes(problem: Problem) -> None:
+    least = least_bytes(problem)
+    found = solve(replace(problem, memory_limit_bytes=None), gap=0.0)
+    if found.choice:
+        assert max(found.memory_bytes) >= least - 1.0
+        below = replace(problem, memory_limit_bytes=0.99 * least - 1e4)
+        if least > 1e6:
+            assert solve(below, gap=0.0).status == "infeasible"
