@@ -146,7 +146,7 @@ class Rule:
         return tuple(moved) if self._fits(wanted, moved, sizes) else None
 
     def _fits(self, dims: Dims, sharding: Sequence[AxisSharding], sizes: Sequence[int]) -> bool:
-        """Whether unequal chunks that a move has placed inside other dims are still chunks."""
+        """Whether unequal chunks that a move has placed in other dims are legal there."""
         unequal = False
         for axis, ranks in zip(sharding, sizes, strict=True):
             if isinstance(axis, Split):
