@@ -170,6 +170,14 @@ def _dive(
     return replace(now, bound=relaxed.bound, status="feasible")
 
 
+_WANTED = mathopt.ModelSolveParameters(
+    variable_values_filter=mathopt.VariableFilter(skip_zero_values=True),
+    dual_values_filter=mathopt.LinearConstraintFilter(filtered_items=[]),
+    reduced_costs_filter=mathopt.VariableFilter(filtered_items=[]),
+)
+"""Of a result only the values that are not zero are read; the rest would be copied for nothing."""
+
+
 def _run(program: _Program, deadline: float, gap: float, *, relaxed: bool) -> _Outcome:
     """Hand a program, or its relaxation, to the solver."""
     model = mathopt.Model.from_model_proto(_proto(program, relaxed=relaxed))
@@ -181,9 +189,7 @@ def _run(program: _Program, deadline: float, gap: float, *, relaxed: bool) -> _O
             relative_gap_tolerance=gap,
             highs=highs_pb2.HighsOptionsProto(string_options={"parallel": "off"}),
         ),
-        model_params=mathopt.ModelSolveParameters(
-            variable_values_filter=mathopt.VariableFilter(skip_zero_values=True)
-        ),
+        model_params=_WANTED,
     )
     reason = result.termination.reason
     if not result.has_primal_feasible_solution():
