@@ -193,6 +193,38 @@ def diff(
         raise typer.Exit(1)
 
 
+@app.command()
+def profile(
+    output: Annotated[
+        Path,
+        typer.Option("-o", "--output", help="The cluster file to write."),
+    ] = Path("cluster.yaml"),
+    processes: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Processes to start: of the CPU 2 if left out, else one a CUDA device."),
+    ] = None,
+) -> None:
+    """Measure this machine, alone or under torchrun, and write a cluster file."""
+    from autopar.profile import profile_machine, profile_view
+    from autopar.spawn import Event
+
+    out = console()
+    with out.status("starting") as status:
+
+        def on_event(event: Event) -> None:
+            status.update(f"measuring {event['doing']}")
+
+        found = profile_machine(processes, on_event=on_event)
+    if found is None:
+        return
+    try:
+        output.write_text(found.yaml(), encoding="utf-8")
+    except OSError as error:
+        raise AutoparError(f"cannot write cluster file '{output}': {error.strerror}") from None
+    out.print(profile_view(found), markup=False)
+    out.print(f"\nsaved to {output}; autopar plan MODEL --cluster {output}", markup=False)
+
+
 @contextmanager
 def busy(out: Console, doing: str) -> Iterator[None]:
     """A spinner with the seconds so far, where the output is a terminal."""

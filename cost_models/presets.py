@@ -6,11 +6,13 @@ achieve, not line rates.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from cost_models.devices import DEVICES, device_named
 from cost_models.errors import ClusterSpecError, near_misses
-from cost_models.records import Level, Transport
+from cost_models.records import Device, Level, Transport
 from cost_models.units import GB, GBIT
 
 
@@ -228,6 +230,86 @@ def machine_named(name: str) -> Machine:
             f"cannot find cluster preset '{name}': {near_misses(name, MACHINES)}"
         )
     return machine
+
+
+_CARDS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("GB200", ("GB200",)),
+    ("B200", ("B200",)),
+    ("H200", ("H200",)),
+    ("H100", ("H100-80GB", "H100-96GB")),
+    ("A100", ("A100-40GB", "A100-80GB")),
+    ("V100", ("V100-16GB", "V100-32GB")),
+    ("MI250X", ("MI250X-GCD",)),
+    ("TITAN RTX", ("TITAN-RTX",)),
+    ("A10G", ("A10G",)),
+    ("L4", ("L4",)),
+)
+"""What a driver's name of a card holds as whole words, and devices of the table by their memory."""
+
+
+def device_of_card(name: str, memory_bytes: int) -> Device:
+    """The device of the table that a driver's name means, with the memory the driver reports.
+
+    Args:
+        name: Such as ``NVIDIA A100-SXM4-80GB``.
+        memory_bytes: Of the card, as the driver reports it.
+
+    Raises:
+        ClusterSpecError: The table has no such device.
+    """
+    words = re.split(r"[^A-Z0-9]+", name.upper())
+    for text, kinds in _CARDS:
+        if all(part in words for part in text.split()):
+            found = min(
+                (device_named(kind) for kind in kinds),
+                key=lambda device: abs(device.memory_bytes - memory_bytes),
+            )
+            return replace(found, memory_bytes=memory_bytes)
+    raise ClusterSpecError(
+        f"cannot find card '{name}' in the device table: it has {', '.join(DEVICES)}; describe "
+        "the cluster in a file ('like: A100-80GB' and what differs), or let autopar profile "
+        "measure it"
+    )
+
+
+def card_like(name: str, memory_bytes: int, like: str = "A10G") -> Device:
+    """A device of a card that the table lacks: a base for measurements, its peaks not its own."""
+    kind = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    return replace(
+        device_named(like),
+        kind=kind,
+        memory_bytes=memory_bytes,
+        source=f"no data sheet: what was not measured is as on {like}",
+    )
+
+
+def is_known_card(kind: str) -> bool:
+    """Whether the table has data-sheet peaks of a kind of accelerator."""
+    return any(kind in kinds for _, kinds in _CARDS)
+
+
+def found_levels(kind: str, per_node: int, nodes: int, *, pcie: bool = False) -> tuple[Level, ...]:
+    """The usual levels between cards of a kind.
+
+    Args:
+        kind: Of the device table, or another.
+        per_node: Devices in use of each node.
+        nodes: Such nodes.
+        pcie: Whether the cards have no links of their own.
+    """
+    usual = next((m for m in MACHINES.values() if m.device == kind), MACHINES["a10g"])
+    inside = replace(_PCIE3 if pcie else usual.node, size=per_node)
+    fabric = () if nodes == 1 else (replace(usual.fabric, size=nodes),)
+    return (inside, *fabric)
+
+
+def found_processes(per_node: int, nodes: int) -> tuple[Level, ...]:
+    """The levels between CPU processes of one or several machines, which talk through gloo."""
+    inside = loopback(per_node)
+    if nodes == 1:
+        return (inside,)
+    fabric = replace(_ETHERNET10, size=nodes, transport=Transport.GLOO)
+    return (inside, fabric)
 
 
 def levels_of(machine: Machine, nodes: int) -> tuple[Level, ...]:

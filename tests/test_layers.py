@@ -11,8 +11,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 LAYERS = (
-    ("autopar", "autopar.cli", "autopar.demo", "autopar.verify"),
+    ("autopar", "autopar.cli", "autopar.demo", "autopar.profile", "autopar.verify"),
     ("autopar.inputs", "autopar.spawn"),
+    ("autopar.configs",),
     ("autopar.api",),
     ("autopar.report",),
     ("autopar.runtime",),

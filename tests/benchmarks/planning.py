@@ -2,8 +2,9 @@
 
 Each case runs in a fresh process on the meta device; imports are not counted. The model is built,
 captured, analysed and planned in bfloat16, without the capture cache. Parts are seconds of the
-processor (of all threads), so that other work on the machine does not count; ``wall`` is by the clock. Names of cases as arguments run those alone; ``--save
-FOLDER`` keeps the plans, ``--profile`` adds the functions that took longest.
+processor (of all threads), so that other work on the machine does not count; ``wall`` is by the
+clock. Names of cases as arguments run those alone; ``--save FOLDER`` keeps the plans, ``--profile``
+adds the functions that took longest.
 """
 
 from __future__ import annotations
