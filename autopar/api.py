@@ -29,7 +29,7 @@ from autopar.lower.program import Program, Section
 from autopar.lower.spmd import Crossing, lower
 from autopar.options import OptimizerSpec, Options, rules_by_op
 from autopar.plan.check import check
-from autopar.plan.records import NodePlan, Plan, StagePlan
+from autopar.plan.records import NodePlan, Plan
 from autopar.plan.serialize import from_json, to_json
 from autopar.planner.driver import Request, make_plan
 from autopar.rules.strategies import strategies
@@ -231,7 +231,7 @@ class _Compiler:
         self.job = job
         self.session = session
         self.given = given
-        self.stage: StagePlan | None = None
+        self.settled: Plan | None = None
         self.peers: StagePeers | None = None
 
     def __call__(self, parallel: ParallelModule, request: StepRequest) -> StepSource:
@@ -239,9 +239,9 @@ class _Compiler:
         self.session.agree_equal("captured steps", captured.fingerprint)
         plan = self._plan(captured, analysis, capture_s)
         programs = self._phase("lowering", lambda: self._lower(analysis, plan))
-        if self.stage is None:
+        if self.settled is None:
             self._phase("sharding the parameters", lambda: self._adopt(parallel, captured, plan))
-            self.stage = plan.stages[0]
+            self.settled = plan
         return StepSource(
             program=programs[0],
             stage=self._stage_source(captured, analysis, plan),
@@ -272,7 +272,7 @@ class _Compiler:
 
     def _plan(self, captured: Captured, analysis: Analysis, capture_s: float) -> Plan:
         """The plan of this step: the given one, or rank 0's."""
-        given = self.given if self.stage is None else None
+        given = self.given if self.settled is None else None
         if given is not None:
             plan = given
         else:
@@ -295,7 +295,7 @@ class _Compiler:
             time_limit_s=options.time_limit_s,
             memory_fraction=options.memory_fraction,
             capture_s=capture_s,
-            settled_stage=self.stage,
+            settled_plan=self.settled,
         )
         return to_json(make_plan(analysis, request))
 

@@ -128,6 +128,8 @@ class _Lowering:
                     self._source(node)
             elif node.name in self.plans:
                 self._node(node)
+        if self.build.phase is Phase.FORWARD:
+            self._send(Section.PROLOGUE, Section.FORWARD)
         self._send(Section.BACKWARD)
         everything = whole(self.stage.mesh)
         self._enter("results", Section.EPILOGUE)

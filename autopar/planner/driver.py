@@ -16,7 +16,7 @@ from autopar.cost.node import NodeCost, axis_seconds, update_bytes_per_s
 from autopar.errors import HintError, InfeasibleError, SearchTimeoutError
 from autopar.hint import Hint
 from autopar.ir.graph import INPUT, Graph
-from autopar.ir.sharding import Mesh, Split
+from autopar.ir.sharding import WHOLE, Mesh, Sharding, Split
 from autopar.lower.overlap import overlap
 from autopar.lower.program import LOOP, Program
 from autopar.lower.ranks import distinct_coordinates
@@ -29,7 +29,6 @@ from autopar.plan.records import (
     Plan,
     Prediction,
     SearchReport,
-    StagePlan,
 )
 from autopar.planner.hints import Settled, settle
 from autopar.planner.pipeline import StageResult, cut, evaluate_pipeline
@@ -58,8 +57,8 @@ class Request:
         time_limit_s: For the whole search.
         memory_fraction: Usable part of a device's memory; None for the cluster's own.
         capture_s: Seconds the capture took, for the report.
-        settled_stage: Stage whose mesh and stored shardings must be taken over: the parameters
-            exist already, and another batch or mode is planned.
+        settled_plan: Plan whose mesh, stages and stored shardings must be taken over: the
+            parameters exist already, and another batch or mode is planned.
     """
 
     model: str
@@ -70,7 +69,7 @@ class Request:
     time_limit_s: float = 120.0
     memory_fraction: float | None = None
     capture_s: float = 0.0
-    settled_stage: StagePlan | None = None
+    settled_plan: Plan | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,16 +113,14 @@ def make_plan(analysis: Analysis, request: Request) -> Plan:
     tried: list[tuple[str, float | None]] = []
     found: list[Candidate] = []
     failures: list[_Failure] = []
-    taken = request.settled_stage
-    if taken is not None:
-        stored = {parameter.name: parameter.stored for parameter in taken.parameters}
-        restrictions = replace(settled.restrictions, stored=stored)
-        settled = replace(settled, restrictions=restrictions)
-    num_stages = 1 if settled.degrees is None else settled.degrees.pp or 1
+    taken = request.settled_plan
     if taken is None:
+        num_stages = 1 if settled.degrees is None else settled.degrees.pp or 1
         spaces = meshes(request.cluster, settled.degrees, num_stages=num_stages)
     else:
-        spaces = (taken.mesh.space,)
+        num_stages = len(taken.stages)
+        spaces = (taken.stages[0].mesh.space,)
+        settled = replace(settled, schedule=taken.schedule)
     counts = microbatch_counts(analysis.graph, settled.microbatches, num_stages)
     for count in counts:
         for mesh in (space.with_time(count) for space in spaces):
@@ -206,6 +203,10 @@ def _try_mesh(
     num_stages: int,
     time_limit_s: float,
 ) -> Candidate | _Failure:
+    if request.settled_plan is not None:
+        stored = _stored(request.settled_plan, mesh)
+        restrictions = replace(settled.restrictions, stored=stored)
+        settled = replace(settled, restrictions=restrictions)
     cost = NodeCost(request.cluster.device(0), mesh, axis_seconds(request.cluster, mesh))
     states = StateBytes(
         per_element=request.state_bytes_per_element,
@@ -249,6 +250,17 @@ def _try_mesh(
     return _Failure(mesh, False, least)
 
 
+def _stored(plan: Plan, mesh: Mesh) -> Mapping[str, Sharding]:
+    """Stored shardings of a plan, for a mesh with or without the time axis."""
+    num_axes = len(mesh.space.sizes)
+    in_time = (WHOLE,) * (len(mesh.sizes) - num_axes)
+    return {
+        parameter.name: (*parameter.stored[:num_axes], *in_time)
+        for stage in plan.stages
+        for parameter in stage.parameters
+    }
+
+
 def evaluate(
     analysis: Analysis, request: Request, cost: NodeCost, built: Built, solution: Solution
 ) -> Candidate:
@@ -286,7 +298,9 @@ def _evaluate_stages(
     """Cut a solution into stages and simulate them under a schedule."""
     device = request.cluster.device(0)
     priced = prices(device, cost.collective_s)
-    pipeline = cut(analysis, cost, decode(built, analysis, solution), num_stages)
+    pipeline = cut(
+        analysis, cost, decode(built, analysis, solution), num_stages, request.settled_plan
+    )
     result = evaluate_pipeline(analysis, cost, priced, pipeline, schedule, request.cluster)
     memories, updates = [], []
     for stage in result.stages:

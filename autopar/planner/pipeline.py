@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from autopar.cost.node import NodeCost
-from autopar.ir.graph import Ref
+from autopar.errors import UnsupportedError
+from autopar.ir.graph import PARAMETER, Ref
 from autopar.lower.overlap import overlap
 from autopar.lower.program import Message, Program, ProgramInput, Section
 from autopar.lower.simulate import Prices, Simulation, simulate
 from autopar.lower.spmd import Crossing, lower
 from autopar.lower.unroll import Turn, unroll, with_refs
-from autopar.plan.records import StagePlan
+from autopar.plan.records import Plan, StagePlan
 from autopar.schedules.actions import Kind, Row
 from autopar.schedules.makespan import ChunkTime
 from autopar.schedules.makespan import simulate as simulate_schedule
@@ -62,12 +63,85 @@ class PipelineResult:
     stages: tuple[StageResult, ...]
 
 
-def cut(analysis: Analysis, cost: NodeCost, whole: StagePlan, num_stages: int) -> Pipeline:
-    """The plan of the whole step, cut into stages."""
+def cut(
+    analysis: Analysis,
+    cost: NodeCost,
+    whole: StagePlan,
+    num_stages: int,
+    settled: Plan | None = None,
+) -> Pipeline:
+    """The plan of the whole step, cut into stages.
+
+    Args:
+        analysis: The step.
+        cost: Prices its nodes.
+        whole: The plan of the whole step.
+        num_stages: Number of stages.
+        settled: A plan whose stages hold the parameters already; they stay where they are.
+
+    Raises:
+        HintError: There are fewer ops than stages.
+        UnsupportedError: No cut leaves every parameter on its settled stage.
+    """
     order = forward_order(analysis)
     seconds = _seconds_by_forward(analysis, cost, whole, order)
-    cuts = balanced_cuts(seconds, num_stages)
-    return split_stages(analysis, whole, _narrowed(analysis, order, seconds, cuts))
+    cuts = _narrowed(analysis, order, seconds, balanced_cuts(seconds, num_stages))
+    if settled is None:
+        return split_stages(analysis, whole, cuts)
+    owners = {p.name: n for n, stage in enumerate(settled.stages) for p in stage.parameters}
+    read = _first_reads(analysis, order)
+    found = []
+    for number, position in enumerate(cuts, start=1):
+        low = max((at + 1 for name, at in read.items() if owners[name] < number), default=1)
+        high = min((at for name, at in read.items() if owners[name] >= number), default=len(order))
+        found.append(min(max(position, low), high))
+    return _with_owners(split_stages(analysis, whole, found), owners, read)
+
+
+def _first_reads(analysis: Analysis, order: Sequence[str]) -> Mapping[str, int]:
+    """Position of the first forward node that reads each parameter, itself or what is made of it.
+
+    What is made of parameters alone runs where it is read.
+    """
+    place = {name: position for position, name in enumerate(order)}
+    graph = analysis.graph
+    first: dict[str, int] = {}
+    for node in reversed(graph.nodes):
+        at = place.get(node.name)
+        if at is None:
+            continue
+        roots = [analysis.root(ref).root.node for ref in node.operands]
+        if node.name not in analysis.looped and not any(root in place for root in roots):
+            at = first.get(node.name, at)
+        for root in roots:
+            first[root] = min(first.get(root, at), at)
+    return {
+        node.target: first[node.name] for node in graph.sources(PARAMETER) if node.name in first
+    }
+
+
+def _with_owners(
+    pipeline: Pipeline, owners: Mapping[str, int], read: Mapping[str, int]
+) -> Pipeline:
+    """The pipeline with every parameter on its settled stage, which must be the one that reads it.
+
+    Raises:
+        UnsupportedError: Another stage reads a parameter first.
+    """
+    for number, stage in enumerate(pipeline.stages):
+        for parameter in stage.parameters:
+            if parameter.name in read and owners[parameter.name] != number:
+                raise UnsupportedError(
+                    f"cannot run this batch or mode on the pipeline: stage {number} would be the "
+                    f"first to read parameter {parameter.name!r}, which stage "
+                    f"{owners[parameter.name]} holds; compile a module of its own for it"
+                )
+    everything = [parameter for stage in pipeline.stages for parameter in stage.parameters]
+    stages = tuple(
+        replace(stage, parameters=tuple(p for p in everything if owners[p.name] == number))
+        for number, stage in enumerate(pipeline.stages)
+    )
+    return replace(pipeline, stages=stages)
 
 
 def _seconds_by_forward(

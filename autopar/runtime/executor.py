@@ -85,6 +85,7 @@ class _Own:
     groups: MeshGroups | None = None
     state: ModelState | None = None
     distinct: dict[str, nn.Parameter] = field(default_factory=dict)
+    trainable: dict[str, bool] = field(default_factory=dict)
     steps: OrderedDict[StepKey, Step] = field(default_factory=OrderedDict)
     pending: weakref.ref[Token] | None = None
     num_steps: int = 0
@@ -136,6 +137,7 @@ class ParallelModule(nn.Module):
         for name, parameter in state.parameters.items():
             first.setdefault(id(parameter), name)
         own.distinct = {name: state.parameters[name] for name in first.values()}
+        own.trainable = {name: p.requires_grad for name, p in own.distinct.items()}
         watch_optimizers(self, own.distinct.values(), state_bytes_per_element)
 
     @property
@@ -357,6 +359,7 @@ class ParallelModule(nn.Module):
 
     def _compile(self, batch: Any, paths: Sequence[str]) -> Step:
         own = self._autopar
+        self._check_frozen()
         own.session.enter("the compilation of a step")
         request = StepRequest(
             batch=batch,
@@ -370,6 +373,19 @@ class ParallelModule(nn.Module):
         order = " ".join(dict.fromkeys(program.action_hash() for program in programs))
         own.session.agree_equal("orders of collectives", order, source.stage_number)
         return Step(source, own.state, own.groups, own.session.device, paths)
+
+    def _check_frozen(self) -> None:
+        """Refuse flags that only the ranks of one stage of a pipeline can see."""
+        own = self._autopar
+        if own.plan is None or len(own.plan.stages) == 1:
+            return
+        for name, trainable in own.trainable.items():
+            if own.distinct[name].requires_grad != trainable:
+                raise UnsupportedError(
+                    f"cannot {'freeze' if trainable else 'unfreeze'} parameter {name!r} of a "
+                    "compiled pipeline: the ranks of other stages do not have it; do that before "
+                    "autopar.compile"
+                )
 
     def _find_for_part(self, part: Any) -> tuple[Step, tuple[Tensor, ...]]:
         """The step for this rank's part of a batch; the same one on every rank."""

@@ -83,13 +83,15 @@ class StagePeers:
     Attributes:
         stage: This rank's stage.
         num_ranks: Ranks of one stage.
-        down: Group of messages to later stages; ``up`` of those to earlier ones.
+        down: Name of the group of messages to later stages, and of results; ``up`` of that of
+            messages to earlier ones. Names, since a group that is held stays open when it is
+            closed, and ranks that wait in it would not learn of it.
     """
 
     stage: int
     num_ranks: int
-    down: Any
-    up: Any
+    down: str
+    up: str
 
     def rank_of(self, rank: int, stage: int) -> int:
         """Global number of the peer on another stage."""
@@ -380,8 +382,12 @@ class Session:
         )
         owned += [down, up]
         self._warm_up(owned)
+        self._owned["stages", num_stages, mesh.names, mesh.sizes] = owned
         peers = StagePeers(
-            stage=self.rank // mesh.num_ranks, num_ranks=mesh.num_ranks, down=down, up=up
+            stage=self.rank // mesh.num_ranks,
+            num_ranks=mesh.num_ranks,
+            down=down.group_name,
+            up=up.group_name,
         )
         own = whole[names]
         _STAGES[own] = whole.get_group("pp")

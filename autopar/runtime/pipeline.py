@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
+from torch._C._distributed_c10d import _resolve_process_group as group_named
 
 from autopar.capture.ops import torch_dtype
 from autopar.ir.graph import Ref, TensorType
@@ -248,7 +249,8 @@ class _Stage:
             sends.append((work, held))
 
     def _direction(self, source: int, target: int) -> Any:
-        return self.source.peers.down if source < target else self.source.peers.up
+        peers = self.source.peers
+        return group_named(peers.down if source < target else peers.up)
 
     def _returned(self, env: Mapping[Ref, Tensor]) -> tuple[Tensor, ...]:
         """Results in order; those of one stage are sent to all ranks."""
@@ -267,7 +269,8 @@ class _Stage:
                 else torch.empty(kind.shape, dtype=torch_dtype(kind.dtype), device=self.device)
             )
             if value.numel():
-                dist.broadcast(_plain(value), src=item.stage * self.source.peers.num_ranks)
+                first = item.stage * self.source.peers.num_ranks
+                dist.broadcast(_plain(value), src=first, group=group_named(self.source.peers.down))
             found.append(value)
         return tuple(found)
 

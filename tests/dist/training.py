@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import autopar
 from autopar import hint
+from autopar.plan.serialize import from_json
 from tests.oracles.models import MODELS, Built
 
 STEPS = 5
@@ -112,12 +113,21 @@ def one_process(name: str, samples: int | None = None) -> dict[str, Any]:
 
 
 def parallel_run(
-    name: str, world_size: int, hints: Sequence[hint.Hint], samples: int | None = None
+    name: str,
+    world_size: int,
+    hints: Sequence[hint.Hint],
+    samples: int | None = None,
+    plan: str | None = None,
 ) -> dict[str, Any]:
-    """The same on this rank of a pool."""
+    """The same on this rank of a pool; ``plan`` is the text of a plan to follow."""
     model, batch, loss = build(name, samples)
     parallel = autopar.compile(
-        model, autopar.Cluster.local(world_size), batch, loss=loss, hints=hints
+        model,
+        autopar.Cluster.local(world_size),
+        batch,
+        loss=loss,
+        hints=hints,
+        plan=None if plan is None else from_json(plan),
     )
     found = train(
         parallel,
