@@ -15,7 +15,14 @@ from rich.console import Console
 
 from autopar import cli, hint
 from autopar.demo import Demo, run_demo, sparkline
-from autopar.errors import AutoparError, ClusterError, HintError, PlanError, RuntimeFailure
+from autopar.errors import (
+    AutoparError,
+    ClusterError,
+    HintError,
+    InfeasibleError,
+    PlanError,
+    RuntimeFailure,
+)
 from autopar.inputs import load_cluster, load_subject, parse_hints
 from autopar.ir.graph import TensorType
 from autopar.plan.records import Plan
@@ -58,7 +65,7 @@ def model(tmp_path: Path) -> str:
 def test_help_names_every_command() -> None:
     found = run("--help")
     assert found.returncode == 0
-    for command in ("demo", "plan", "verify", "explain", "diff"):
+    for command in ("demo", "plan", "verify", "explain", "diff", "profile"):
         assert f" {command} " in found.stdout
 
 
@@ -145,9 +152,35 @@ def test_clusters_are_read() -> None:
     assert load_cluster("local:3").num_devices == 3
     assert load_cluster("h100:2").num_devices == 16
     assert load_cluster("h100").num_devices == 8
+    assert load_cluster("h100", 4).num_devices == 32
     for name in ("local:x", "local:0", "h1000", "none.yaml"):
         with pytest.raises(ClusterError):
             load_cluster(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes", "what"),
+    [
+        ("h100:0", None, "'0' is no number of nodes; give one of at least 1"),
+        ("h100:", None, "'' is no number of nodes"),
+        ("h100", 0, "the node count is 0"),
+        ("h100", -2, "the node count is -2"),
+        ("h10", None, "'h100'"),
+        ("h100:2", 4, "with 4 nodes: write h100:4"),
+        ("local", 4, "write local:4"),
+        ("cluster.yaml", 2, "the file says how many devices there are"),
+    ],
+)
+def test_a_cluster_that_cannot_be_is_named(name: str, nodes: int | None, what: str) -> None:
+    with pytest.raises(ClusterError) as raised:
+        load_cluster(name, nodes)
+    assert what in str(raised.value)
+
+
+@pytest.mark.parametrize(("batch", "seq"), [(0, 8), (-1, 8), (8, 0)])
+def test_sizes_that_cannot_be_are_refused(batch: int, seq: int) -> None:
+    with pytest.raises(AutoparError, match=r"cannot use --(batch|seq) (0|-1) for 'x.json'"):
+        load_subject("x.json", batch=batch, seq=seq)
 
 
 def test_a_model_is_built_by_its_function(model: str) -> None:
@@ -189,12 +222,69 @@ def test_a_transformers_config_becomes_a_model_on_meta(tmp_path: Path) -> None:
     assert subject.batch["input_ids"].shape == (8, 128)
     assert subject.notes == (
         "dropout is not supported yet and was set to 0 (the config has attention_dropout=0.1)",
+        "in bf16, as the config says; --dtype fp32 plans full precision",
     )
     with pytest.raises(AutoparError, match="give --batch"):
         load_subject(str(path))
     path.write_text('{"model_type": "no such"}')
     with pytest.raises(AutoparError, match="cannot read transformers config"):
         load_subject(str(path), batch=8, seq=128)
+
+
+SMALL_LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 1,
+    "vocab_size": 256,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.mark.slow
+def test_a_config_is_planned_and_its_capture_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    from autopar import api
+
+    monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path / "cache"))
+    config, first, second = (tmp_path / f"{name}.json" for name in ("config", "a", "b"))
+    config.write_text(json.dumps(SMALL_LLAMA))
+    cli.plan(str(config), "local:2", batch=8, seq=32, hint=["dp=2"], output=first)
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+    monkeypatch.setattr(api, "capture_step", None)
+    cli.plan(str(config), "h100", nodes=1, batch=8, seq=32, hint=["dp=8"], output=second)
+    a, b = Plan.load(first), Plan.load(second)
+    assert a.fingerprint == b.fingerprint
+    assert (a.cluster_ranks, b.cluster_ranks) == (2, 8)
+    assert "LlamaForCausalLM on h100 x1, 8 ranks" in capsys.readouterr().out
+    with pytest.raises(TypeError):
+        cli.plan(str(config), "h100", nodes=1, batch=16, seq=32)
+
+
+@pytest.mark.slow
+def test_a_cluster_too_small_says_the_least_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setenv("AUTOPAR_CACHE", "off")
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(SMALL_LLAMA))
+    with pytest.raises(InfeasibleError, match=r"cannot fit .* needs \d.*GiB"):
+        cli.plan(str(config), "local:2", batch=8, seq=32, hint=["memory_limit=100KiB"])
+
+
+def test_help_waits_for_no_torch() -> None:
+    code = (
+        "import sys; import autopar.cli; import autopar; autopar.hint; "
+        "assert 'torch' not in sys.modules; from autopar import plan; import autopar.plan.text; "
+        "assert autopar.plan is plan and callable(autopar.compile)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert found.returncode == 0, found.stderr
 
 
 # Workers.
