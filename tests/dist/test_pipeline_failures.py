@@ -1,0 +1,98 @@
+"""Pipelines whose ranks die or fail: every other rank ends, in time, and says who it was."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import autopar
+from autopar.errors import RuntimeFailure
+from autopar.runtime import groups
+from tests.dist.pool import Pool
+from tests.dist.training import HINTS
+from tests.oracles.models import mlp
+
+
+@pytest.fixture
+def fresh_pool() -> Iterator[Pool]:
+    """A pool of its own: what runs in it breaks it."""
+    made = Pool(2)
+    yield made
+    made.close()
+
+
+def pipeline() -> tuple[Any, Any]:
+    model, batch, loss = mlp()
+    hints = HINTS["pp2mb2-1f1b"]
+    parallel = autopar.compile(model, autopar.Cluster.local(2), batch, loss=loss, hints=hints)
+    parallel(batch).backward()
+    return parallel, batch
+
+
+def break_backward(parallel: Any, replacement: Any) -> None:
+    """Make rank 1 do something else in its first op of a backward."""
+    step = parallel._last_step("test")
+    backwards = {i.name for i in step.source.program.instructions if i.section.value == "backward"}
+    module, node = next(
+        (module, node)
+        for module in step.modules
+        for node in module.graph.nodes
+        if node.meta.get("instruction") in backwards and node.op == "call_function"
+    )
+    node.target = replacement
+    module.recompile()
+    parts = step._call.__self__
+    for body in parts._bodies.values():
+        if body.call.__self__ is module:
+            object.__setattr__(body, "call", module.forward)
+
+
+def broken(*args: Any, **kwargs: Any) -> None:
+    raise IndexError("index out of range")
+
+
+def dead(*args: Any, **kwargs: Any) -> None:
+    os._exit(3)
+
+
+def step_with(replacement: Any) -> tuple[str, float]:
+    groups.SETTLE_S = 2.0
+    parallel, batch = pipeline()
+    if dist.get_rank() == 1:
+        break_backward(parallel, replacement)
+    start = time.monotonic()
+    with pytest.raises(RuntimeFailure) as caught:
+        parallel(batch)
+    seconds = time.monotonic() - start
+    with pytest.raises(RuntimeFailure, match="start the processes again"):
+        parallel(batch)
+    return str(caught.value), seconds
+
+
+def failing() -> tuple[str, float]:
+    return step_with(broken)
+
+
+def dying() -> tuple[str, float]:
+    return step_with(dead)
+
+
+def test_a_stage_that_fails_mid_schedule_ends_the_others(fresh_pool: Pool) -> None:
+    (first, seconds), (second, _) = fresh_pool.run(failing, timeout_s=60)
+    assert "IndexError: index out of range" in second
+    assert "rank 1 failed in" in first
+    assert "IndexError: index out of range" in first
+    assert seconds < groups.NAMING_S
+
+
+def test_a_stage_that_dies_mid_schedule_is_named(fresh_pool: Pool) -> None:
+    (ok, found, _), (died, _, _) = fresh_pool.outcomes(dying, timeout_s=60)
+    assert ok, found
+    assert not died
+    assert "rank 1 gave no sign of life" in found[0]
+    assert found[1] < groups.NAMING_S
