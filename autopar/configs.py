@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -28,6 +28,9 @@ DTYPES: Mapping[str, torch.dtype] = {
 
 REMOTE = ("auto_map", "trust_remote_code")
 """Keys of a configuration that ask for code that is not part of transformers."""
+
+IMAGE = 224
+"""Height and width of images where a configuration does not say."""
 
 _LIMITS = ("max_position_embeddings", "n_positions", "max_sequence_length")
 _BATCHES = {
@@ -193,10 +196,10 @@ def _class_of(file: ConfigFile, config: Any) -> Any:
             )
         return made
     kind = config.model_type
-    for table in ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_CLASSIFICATION", "MASKED_LM"):
-        usual = getattr(modeling_auto, f"MODEL_FOR_{table}_MAPPING_NAMES").get(kind)
-        if usual is not None:
-            return getattr(transformers, usual)
+    for table in ("SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "CAUSAL_LM", "IMAGE_CLASSIFICATION"):
+        usual = _names(getattr(modeling_auto, f"MODEL_FOR_{table}_MAPPING_NAMES").get(kind, ()))
+        if usual:
+            return getattr(transformers, usual[0])
     raise AutoparError(
         f"cannot use transformers config '{file.path}': it has no 'architectures', and none is "
         f"usual for model type {kind!r}; name the class, with its loss"
@@ -254,15 +257,7 @@ def _batch(
                 f"cannot use --seq {wanted.seq} with '{file.path}': {name} takes images of the "
                 "config's size; leave --seq out"
             )
-        size = config.image_size
-        height, width = (size, size) if isinstance(size, int) else size
-        pixels = torch.randn(
-            (wanted.batch, config.num_channels, height, width),
-            generator=draw,
-            device=device,
-            dtype=next(model.parameters()).dtype,
-        )
-        return {"pixel_values": pixels, "labels": integers(config.num_labels, wanted.batch)}, ()
+        return _images(config, wanted.batch, next(model.parameters()).dtype, integers)
     if kind is None:
         raise AutoparError(
             f"cannot make a batch for '{file.path}': {name} is no model of text or image "
@@ -279,14 +274,34 @@ def _batch(
     return {"input_ids": ids, "labels": ids.clone()}, notes
 
 
+def _images(
+    config: Any, batch: int, dtype: torch.dtype, integers: Callable[..., torch.Tensor]
+) -> tuple[Mapping[str, torch.Tensor], tuple[str, ...]]:
+    """Images of the config's size with a label each."""
+    vision = getattr(config, "vision_config", config)
+    size = getattr(vision, "image_size", None)
+    notes = () if size else (f"the config has no image size: images of {IMAGE} x {IMAGE}",)
+    size = size or IMAGE
+    height, width = (size, size) if isinstance(size, int) else size
+    shape = (batch, getattr(vision, "num_channels", 3), height, width)
+    pixels = (integers(256, *shape).float() / 128 - 1).to(dtype)
+    return {"pixel_values": pixels, "labels": integers(config.num_labels, batch)}, notes
+
+
 def _batch_kind(name: str) -> str | None:
     """What labels a class takes; None where autopar cannot tell."""
     from transformers.models.auto import modeling_auto
 
     for table, kind in _BATCHES.items():
-        if name in getattr(modeling_auto, f"MODEL_FOR_{table}_MAPPING_NAMES").values():
+        entries = getattr(modeling_auto, f"MODEL_FOR_{table}_MAPPING_NAMES").values()
+        if any(name in _names(entry) for entry in entries):
             return kind
     return None
+
+
+def _names(entry: str | tuple[str, ...]) -> tuple[str, ...]:
+    """The classes of an entry of a table of transformers: one, or several."""
+    return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _check_length(file: ConfigFile, model: nn.Module, seq: int) -> tuple[str, ...]:

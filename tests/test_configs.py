@@ -174,6 +174,31 @@ def test_a_config_without_a_class_gets_the_usual_one(tmp_path: Path) -> None:
     assert type(made.model).__name__ == "LlamaForCausalLM"
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "shape"),
+    [
+        ("bert", "BertForMaskedLM", (2, 8)),
+        ("bart", "BartForConditionalGeneration", (2, 8)),
+        ("deit", "DeiTForImageClassification", (2, 3, 224, 224)),
+        ("clip", "CLIPForImageClassification", (2, 3, 224, 224)),
+        ("resnet", "ResNetForImageClassification", (2, 3, 224, 224)),
+    ],
+)
+def test_models_of_text_and_images_get_a_batch(
+    tmp_path: Path, kind: str, name: str, shape: tuple[int, ...]
+) -> None:
+    file = read_config(written(tmp_path, {"model_type": kind}))
+    made = build_model(file, Wanted(batch=2, seq=8 if len(shape) == 2 else None))
+    assert type(made.model).__name__ == name
+    assert tuple(next(iter(made.batch.values())).shape) == shape
+
+
+def test_models_of_other_things_are_refused(tmp_path: Path) -> None:
+    other = {"model_type": "wav2vec2", "architectures": ["Wav2Vec2ForCTC"], "num_hidden_layers": 1}
+    with pytest.raises(AutoparError, match="Wav2Vec2ForCTC is no model of text or image"):
+        build_model(read_config(written(tmp_path, other)), Wanted(batch=2, seq=8))
+
+
 def test_rotary_positions_may_be_exceeded_and_learned_ones_not(tmp_path: Path) -> None:
     made = build_model(read_config(written(tmp_path, SMALL)), Wanted(batch=2, seq=65))
     assert made.notes == ("--seq 65 is beyond the config's max_position_embeddings of 64",)

@@ -115,7 +115,7 @@ class Clock:
 def run_case(case: Case, save: Path | None, *, profiled: bool) -> Outcome:
     """Plan one case in this process."""
     import autopar.cli  # noqa: F401  (its imports are not counted)
-    from autopar import api, capture
+    from autopar import api
     from autopar.cluster import Cluster
     from autopar.errors import AutoparError
     from autopar.inputs import load_subject
@@ -130,9 +130,8 @@ def run_case(case: Case, save: Path | None, *, profiled: bool) -> Outcome:
         clock.watch(driver, function, "solve")
     for function in ("evaluate", "_evaluate_stages", "evaluate_pipeline"):
         clock.watch(driver, function, "simulate")
-    assert capture.capture_step is not None
     # What transformers and sympy import late.
-    _warm(load_subject, Cluster.preset("h100", 1))
+    _warm(Cluster.preset("h100", 1))
     clock.seconds.clear()
     profile = cProfile.Profile()
     begin, start = time.perf_counter(), time.process_time()
@@ -180,13 +179,15 @@ def run_case(case: Case, save: Path | None, *, profiled: bool) -> Outcome:
     )
 
 
-def _warm(load_subject: Callable[..., Any], cluster: Any) -> None:
+def _warm(cluster: Any) -> None:
     """Plan a small model once, for what is imported or built at the first use."""
     import torch
     from torch import nn
+    from transformers import LlamaForCausalLM
 
     from autopar import api
 
+    assert LlamaForCausalLM is not None
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     api.plan(model, cluster, torch.zeros(8, 16), loss=lambda m, x: m(x).sum())
 
