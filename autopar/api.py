@@ -20,7 +20,7 @@ from torch import nn
 from autopar.capture import Captured, capture_step
 from autopar.capture.cache import RememberedCaptures, stored_capture
 from autopar.cost.node import axis_seconds
-from autopar.errors import AutoparError, UnsupportedError
+from autopar.errors import AutoparError, PlanError, UnsupportedError
 from autopar.hint import Hint
 from autopar.ir.graph import Graph, Node, Ref
 from autopar.ir.sharding import Mesh
@@ -32,6 +32,7 @@ from autopar.plan.check import check
 from autopar.plan.records import NodePlan, Plan
 from autopar.plan.serialize import from_json, to_json
 from autopar.planner.driver import Request, make_plan
+from autopar.planner.hints import runnable
 from autopar.rules.strategies import strategies
 from autopar.runtime.executor import ParallelModule, StepRequest
 from autopar.runtime.groups import Session, StagePeers, open_session
@@ -308,6 +309,8 @@ class _Compiler:
             views=frozenset(ref.node for ref in analysis.aliases),
             follows=None if plan is not self.given else _Follows(analysis),
         )
+        if len(plan.stages) > 1:
+            _check_schedule(plan)
 
     def _place(self, plan: Plan) -> tuple[int, tuple[int, ...]]:
         """This rank's stage, and its coordinates on the stage's mesh of ranks."""
@@ -379,6 +382,14 @@ class _Compiler:
         seed = self.job.options.seed
         own = torch.initial_seed() if seed is None else seed
         return int(self.session.broadcast_text(str(own) if self.session.rank == 0 else None))
+
+
+def _check_schedule(plan: Plan) -> None:
+    """Refuse a plan whose schedule pipelines cannot run."""
+    try:
+        runnable(plan.schedule)
+    except AutoparError as error:
+        raise PlanError(f"cannot use this plan: {error}") from None
 
 
 def _with_results(program: Program, graph: Graph) -> Program:

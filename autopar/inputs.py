@@ -192,7 +192,7 @@ def load_cluster(name: str, nodes: int | None = None) -> Cluster:
 
 
 DEGREES = tuple(item.name for item in fields(hint.Degrees))
-HINTS = (*DEGREES, "memory_limit", "microbatches", "replicate", "shard")
+HINTS = (*DEGREES, "memory_limit", "microbatches", "replicate", "schedule", "shard")
 
 
 def parse_hints(texts: Iterable[str]) -> tuple[Hint, ...]:
@@ -200,7 +200,8 @@ def parse_hints(texts: Iterable[str]) -> tuple[Hint, ...]:
 
     Args:
         texts: ``dp=2``, ``zero=3`` (degrees are joined into one hint), ``memory_limit=60GiB``,
-            ``microbatches=8``, ``replicate=*.norm*``, ``shard=*.q_proj.weight:0:tp``.
+            ``microbatches=8``, ``schedule=gpipe``, ``replicate=*.norm*``,
+            ``shard=*.q_proj.weight:0:tp``.
 
     Raises:
         HintError: A text is none of these.
@@ -219,6 +220,8 @@ def parse_hints(texts: Iterable[str]) -> tuple[Hint, ...]:
             found.append(hint.memory_limit(value))
         elif name == "microbatches":
             found.append(hint.microbatches(_number(value, text)))
+        elif name == "schedule":
+            found.append(hint.schedule(value))
         elif name == "replicate":
             found.append(hint.replicate(value))
         else:

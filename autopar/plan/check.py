@@ -73,6 +73,10 @@ def _check_ranks(plan: Plan, cluster_ranks: int) -> None:
             f"start {plan.cluster_ranks} processes or plan again",
         )
     for number, stage in enumerate(plan.stages):
+        if stage.mesh.microbatches != plan.microbatches:
+            raise _edited(
+                f"it has {plan.microbatches} microbatches, stage {number} {stage.mesh.microbatches}"
+            )
         last = stage.first_rank + stage.mesh.num_ranks
         if stage.first_rank < 0 or last > cluster_ranks:
             raise _edited(

@@ -30,6 +30,7 @@ from autopar.plan.records import (
     Prediction,
     SearchReport,
 )
+from autopar.plan.wording import bytes_text
 from autopar.planner.hints import Settled, settle
 from autopar.planner.pipeline import StageResult, cut, evaluate_pipeline
 from autopar.search.analysis import Analysis
@@ -452,8 +453,8 @@ def _nothing_fits(
     )
     largest = "" if biggest is None else f", the largest parameter is {biggest.target!r}"
     return InfeasibleError(
-        f"cannot fit the step into {limit / 2**30:.3g} GiB a rank: the least found over "
-        f"{len(failures)} meshes needs {least / 2**30:.3g} GiB{largest}; use more ranks, a smaller "
+        f"cannot fit the step into {bytes_text(limit)} a rank: the least found over "
+        f"{len(failures)} meshes needs {bytes_text(least)}{largest}; use more ranks, a smaller "
         "batch, or raise hint.memory_limit"
     )
 

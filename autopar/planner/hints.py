@@ -19,7 +19,7 @@ from autopar.hint import (
     Shard,
 )
 from autopar.ir.graph import INPUT, PARAMETER, Graph
-from autopar.schedules.table import schedule_named
+from autopar.schedules.table import SCHEDULES, ScheduleSpec, schedule_named
 from autopar.search.analysis import Analysis
 from autopar.search.restrict import Restrictions, matching
 from cost_models.cluster import Cluster
@@ -77,10 +77,30 @@ def settle(
         restrictions=Restrictions(
             zero=None if degrees is None else degrees.zero, parameters=parameters
         ),
-        schedule="1f1b" if schedule is None else schedule_named(schedule.name).name,
+        schedule="1f1b" if schedule is None else runnable(schedule.name),
         microbatches=None if microbatches is None else microbatches.count,
         memory_limit_bytes=usable if limit is None else limit.limit_bytes,
     )
+
+
+def runnable(name: str) -> str:
+    """The name of a schedule that pipelines run.
+
+    Raises:
+        HintError: There is no schedule of that name.
+        UnsupportedError: It is for models in chunks or backwards in parts.
+    """
+    if (schedule := schedule_named(name)) in _runnable():
+        return schedule.name
+    raise UnsupportedError(
+        f"cannot run schedule '{name}': this version runs one chunk a stage and each backward as "
+        f"one; use one of {', '.join(schedule.name for schedule in _runnable())}"
+    )
+
+
+def _runnable() -> list[ScheduleSpec]:
+    every = SCHEDULES.values()
+    return [spec for spec in every if spec.least_chunks == 1 and not spec.splits_backward]
 
 
 def _check_kind(given: object) -> None:

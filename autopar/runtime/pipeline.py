@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
-from torch._C._distributed_c10d import _resolve_process_group as group_named
+from torch._C._distributed_c10d import _resolve_process_group
 
 from autopar.capture.ops import torch_dtype
 from autopar.ir.graph import Ref, TensorType
@@ -273,6 +273,11 @@ class _Stage:
                 dist.broadcast(_plain(value), src=first, group=group_named(self.source.peers.down))
             found.append(value)
         return tuple(found)
+
+
+def group_named(name: Any) -> Any:
+    """The open process group of a name."""
+    return _resolve_process_group(name)
 
 
 def _plain(tensor: Tensor) -> Tensor:
