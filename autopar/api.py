@@ -419,20 +419,17 @@ class _Follows:
 
     def __init__(self, analysis: Analysis) -> None:
         self._analysis = analysis
-        self._known: dict[tuple[int, Mesh], frozenset[tuple[object, object]]] = {}
+        self._known: dict[object, frozenset[tuple[object, object]]] = {}
 
     def __call__(self, node: Node, entry: NodePlan, mesh: Mesh) -> bool:
         rule = self._analysis.rules[node.name]
-        key = (id(rule), mesh)
+        # Nodes of one rule may be cut at different places.
+        cuts = self._analysis.cuts.get(node.name, {})
+        types = self._analysis.operand_types(node)
+        key = (id(rule), mesh, tuple(types), node.outputs, frozenset(cuts.items()))
         known = self._known.get(key)
         if known is None:
-            found = strategies(
-                rule,
-                self._analysis.operand_types(node),
-                node.outputs,
-                mesh,
-                cuts=self._analysis.cuts.get(node.name, {}),
-            )
+            found = strategies(rule, types, node.outputs, mesh, cuts=cuts)
             known = self._known[key] = frozenset((s.operands, s.outputs) for s in found)
         return (entry.operands, entry.outputs) in known
 
