@@ -407,12 +407,15 @@ class _Lowering:
         visible = self._visible(root, section)
         if sharding in visible:
             return visible[sharding]
+        kept = self.stage.kept.get(str(root))
+        again = root in self.stored_at and kept is not None and sharding not in kept
+        if self._made_in(root) is Section.PROLOGUE and not again and self.time is not None:
+            # It is made before the loop, so from what is there before the loop.
+            visible = self._visible(root, Section.PROLOGUE)
         kind = self.graph.type_of(root)
         path = cheapest_path(kind, tuple(visible), sharding, self.stage.mesh, self.collective_s)
         assert path is not None, f"{root} cannot go from {tuple(visible)} to {sharding}"
         self.build.purpose = self.purposes.get(root, "activations")
-        kept = self.stage.kept.get(str(root))
-        again = root in self.stored_at and kept is not None and sharding not in kept
         for step in path:
             made, value = visible[step.before]
             when = self._when(step, made, section, again)

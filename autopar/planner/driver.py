@@ -44,6 +44,10 @@ from cost_models.cluster import Cluster
 ROUNDS = 6
 """Times a mesh is solved again with a tighter memory limit."""
 
+HELD = 0.85
+"""Part of the memory that what is held may fill at first, where memory binds; the rest is for what
+passes through, which only the lowered program tells."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
@@ -227,10 +231,16 @@ def _try_mesh(
     for _ in range(ROUNDS):
         problem = replace(built.problem, memory_limit_bytes=limit)
         solution = solve(problem, time_limit_s=time_limit_s)
+        if not solution.choice and limit == HELD * allowed * num_stages:
+            limit = allowed * num_stages
+            continue
         if not solution.choice:
             if least == float("inf"):
                 least = least_bytes(built.problem, time_limit_s=time_limit_s) / num_stages
             return _Failure(mesh, solution.status == "infeasible", least)
+        if limit is None and max(solution.memory_bytes) > allowed * num_stages:
+            limit = HELD * allowed * num_stages
+            continue
         if num_stages > 1:
             candidate = _evaluate_stages(
                 analysis, request, cost, built, solution, num_stages, settled.schedule

@@ -17,6 +17,7 @@ from autopar.search.restrict import Restrictions
 from cost_models.cluster import Cluster
 from tests.oracles.models import MODELS, Built, mlp
 from tests.oracles.pipeline import assert_exact, variants_of
+from tests.oracles.random_plans import random_stage
 
 MESHES = {
     "one rank": Mesh(("a",), (1,)),
@@ -49,6 +50,25 @@ def exact(built: Built, mesh: Mesh) -> BuiltProblem:
 @pytest.mark.parametrize("name", MODELS)
 def test_two_microbatches_are_exact(name: str, mesh: str) -> None:
     exact(MODELS[name](), MESHES[mesh].with_time(2))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_sections_read_only_what_ran_before_them(seed: int) -> None:
+    """Under random prices a parameter is gathered by steps in some sections and kept in others."""
+    model, batch, loss = MODELS["mlp"]()
+    captured = capture_step(model, batch, loss, grad=True)
+    analysis = analyse(captured.graph)
+    mesh = Mesh(("a", "b"), (2, 2)).with_time(2)
+    stage = random_stage(analysis, mesh, seed)
+    seconds = axis_seconds(Cluster.local(4), mesh)
+    variants = variants_of(analysis, stage, seconds)
+    order = {section: place for place, section in enumerate(Section)}
+    section_of = {i.name: i.section for i in variants[0][0].instructions}
+    for instruction in variants[0][0].instructions:
+        for ref in instruction.operands:
+            made = section_of.get(ref.node, Section.PROLOGUE)
+            assert order[made] <= order[instruction.section]
+    assert_exact(model, batch, loss, analysis, variants, captured)
 
 
 @pytest.mark.parametrize(("batch_size", "microbatches"), [(8, 4), (7, 2), (7, 3), (5, 3), (3, 3)])
