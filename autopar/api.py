@@ -310,7 +310,7 @@ class _Compiler:
             follows=None if plan is not self.given else _Follows(analysis),
         )
         if len(plan.stages) > 1:
-            _check_schedule(plan)
+            _check_stages(plan)
 
     def _place(self, plan: Plan) -> tuple[int, tuple[int, ...]]:
         """This rank's stage, and its coordinates on the stage's mesh of ranks."""
@@ -384,8 +384,14 @@ class _Compiler:
         return int(self.session.broadcast_text(str(own) if self.session.rank == 0 else None))
 
 
-def _check_schedule(plan: Plan) -> None:
-    """Refuse a plan whose schedule pipelines cannot run."""
+def _check_stages(plan: Plan) -> None:
+    """Refuse stages that hold nothing, and a schedule that pipelines cannot run."""
+    for number, stage in enumerate(plan.stages):
+        if not stage.parameters:
+            raise UnsupportedError(
+                f"cannot run a pipeline of {len(plan.stages)} stages: stage {number} would hold no "
+                "parameter, so that its ranks have nothing to train; use fewer stages"
+            )
     try:
         runnable(plan.schedule)
     except AutoparError as error:

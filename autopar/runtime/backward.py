@@ -115,6 +115,8 @@ def deposit(targets: Sequence[nn.Parameter], gradients: list[Tensor], incoming: 
             "cannot run a parameter's gradient hook: a compiled step adds whole gradients; use "
             "register_post_accumulate_grad_hook"
         )
+    if not gradients:
+        return
     if incoming.device.type != "cpu":
         torch._foreach_mul_(gradients, incoming)
     elif (factor := incoming.item()) != 1.0:

@@ -436,7 +436,9 @@ class ParallelModule(nn.Module):
 
     def _returned(self, step: Step, results: Results) -> Any:
         own, loss = self._autopar, results.loss
-        if loss is not None and results.gradients:
+        # A stage without parameters takes part in the backward too.
+        is_stage = step.source.stage is not None and self._wants_grad()
+        if loss is not None and (results.gradients or is_stage):
             token = Token(step.targets, results.gradients)
             own.pending = weakref.ref(token)
             loss = attach(loss, token, own.anchor)

@@ -72,6 +72,10 @@ def mean_loss(model: Any, batch: Any) -> Tensor:
     return model(batch["x"]).mean()  # type: ignore[no-any-return]
 
 
+def square_loss(model: Any, batch: Any) -> Tensor:
+    return (2 * model(batch["x"])).square().mean()  # type: ignore[no-any-return]
+
+
 def contrastive(model: Any, batch: Any) -> Tensor:
     out = nn.functional.normalize(model(batch["x"]), dim=-1)
     return nn.functional.cross_entropy(out @ out.T, torch.arange(8))
@@ -163,6 +167,11 @@ CASES: dict[str, Case] = {
         ),
         HintError,
         ("into 2 stages", "fewer stages"),
+    ),
+    "stage without parameters": (
+        lambda: compile_mlp(hint.degrees(pp=2), model=Short(), loss=square_loss),
+        UnsupportedError,
+        ("stage 1 would hold no parameter", "fewer stages"),
     ),
     "more microbatches than samples": (
         lambda: compile_mlp(hint.microbatches(9)),

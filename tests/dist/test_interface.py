@@ -186,6 +186,24 @@ def test_frozen_parameters_stay(pool: Any, layout: str) -> None:
     pool(2).run(frozen_before, layout)
 
 
+def frozen_stage() -> float:
+    model, batch, loss = mlp()
+    model.requires_grad_(False)
+    model.down.requires_grad_(True)
+    hints = HINTS["pp2mb2-1f1b"]
+    parallel = autopar.compile(model, autopar.Cluster.local(2), batch, loss=loss, hints=hints)
+    parallel(batch).backward()
+    for name, gradient in gradients(parallel).items():
+        assert name.startswith("down.")
+        assert_gradients({name: gradient})
+    return float(autopar.clip_grad_norm_(parallel, 1.0))
+
+
+def test_a_stage_of_frozen_parameters_takes_part(pool: Any) -> None:
+    first, second = pool(2).run(frozen_stage, timeout_s=60)
+    assert first == second > 0
+
+
 def loss_and_more(model: Any, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
     out = model(batch["x"])
     error = out - batch["y"]
