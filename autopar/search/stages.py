@@ -185,7 +185,15 @@ class _Splitter:
         members: list[set[str]] = [set() for _ in range(self.num_stages)]
         for name, stage in self.home.items():
             members[stage].add(name)
-        results = [ref for ref in (self.graph.loss, *dict(self.graph.aux).values()) if ref]
+        for name, ref in self.graph.gradients.items():
+            self._place_result(members, ref, owners[name])
+        for ref in (
+            self.graph.loss,
+            *dict(self.graph.aux).values(),
+            *self.graph.mutations.values(),
+        ):
+            if ref is not None:
+                self._place_result(members, ref, self.num_stages - 1)
         for node in reversed(self.graph.nodes):
             for own in members:
                 if node.name in own:
@@ -193,11 +201,13 @@ class _Splitter:
                         root = self.analysis.root(ref).root.node
                         if root in self.plans and root not in self.home:
                             own.add(root)
-        for ref in (*results, *self.graph.mutations.values(), *self.graph.gradients.values()):
-            root = self.analysis.root(ref).root.node
-            if root in self.plans and not any(root in own for own in members):
-                members[-1].add(root)
         return members
+
+    def _place_result(self, members: list[set[str]], ref: Ref, stage: int) -> None:
+        """Have a result that depends on the batch alone made on a stage."""
+        root = self.analysis.root(ref).root.node
+        if root in self.plans and root not in self.home:
+            members[stage].add(root)
 
     def _transfers(
         self, members: Sequence[set[str]], owners: Mapping[str, int]

@@ -98,3 +98,19 @@ def test_balanced_cuts_equal_brute_force(seconds: list[float], stages: int) -> N
 
     best = min(longest(cuts) for cuts in itertools.combinations(range(1, len(seconds)), stages - 1))
     assert longest(balanced_cuts(seconds, stages)) == best
+
+
+def test_a_gradient_of_the_batch_alone_is_made_where_its_parameter_is() -> None:
+    import torch
+
+    class Scaled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.tensor(1.5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.scale * x + self.scale
+
+    batch = {"x": torch.randn(4, 3)}
+    built = Scaled(), batch, lambda model, b: model(b["x"]).mean()
+    pipeline(built, ONE.with_time(2), 2)
