@@ -187,13 +187,11 @@ class _Splitter:
             members[stage].add(name)
         for name, ref in self.graph.gradients.items():
             self._place_result(members, ref, owners[name])
-        for ref in (
-            self.graph.loss,
-            *dict(self.graph.aux).values(),
-            *self.graph.mutations.values(),
-        ):
-            if ref is not None:
-                self._place_result(members, ref, self.num_stages - 1)
+        results = [*dict(self.graph.aux).values(), *self.graph.mutations.values()]
+        if self.graph.loss is not None:
+            results.append(self.graph.loss)
+        for result in results:
+            self._place_result(members, result, self.num_stages - 1)
         for node in reversed(self.graph.nodes):
             for own in members:
                 if node.name in own:
