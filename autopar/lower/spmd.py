@@ -24,13 +24,14 @@ from autopar.ir.graph import (
     Ref,
     TensorType,
 )
-from autopar.ir.sharding import WHOLE, Partial, Sharding, Split, local_shape, whole
+from autopar.ir.sharding import WHOLE, Partial, Sharding, local_shape, whole
 from autopar.lower.builder import Builder
 from autopar.lower.program import LOOP, Message, Program, ProgramInput, Section
 from autopar.lower.reshard import emit_step
 from autopar.plan.records import NodePlan, StagePlan, Transfer
 from autopar.rules.local import LocalOp
 from autopar.rules.notation import Rule
+from autopar.rules.strategies import Strategy, needs_expansion
 
 _LOCAL_NAMES: Mapping[str, str] = {
     "aten.view.default": "aten.reshape.default",
@@ -330,7 +331,8 @@ class _Lowering:
             self.there[Ref(node.name, index)] = {(section, sharding): ref}
 
     def _expanded(self, op: LocalOp, rule: Rule) -> tuple[Ref, ...] | None:
-        if rule.expand is None or not splits_factor(op, rule):
+        strategy = Strategy(op.operands, op.outputs)
+        if rule.expand is None or not needs_expansion(rule, strategy, op.mesh):
             return None
         rule.expand(self.build, op)
         results = self.build.take_results()
@@ -449,17 +451,3 @@ def _ref(text: str) -> Ref:
     """The value that `str` of a `Ref` names."""
     name, _, index = text.partition(":")
     return Ref(name, int(index or 0))
-
-
-def splits_factor(op: LocalOp, rule: Rule) -> bool:
-    """Whether a strategy splits a factor that needs the rule's expansion."""
-    sides = [(rule.operands, op.operands), (rule.outputs, op.outputs)]
-    for all_dims, shardings in sides:
-        for dims, sharding in zip(all_dims, shardings, strict=True):
-            for axis, split in enumerate(sharding):
-                if not isinstance(split, Split):
-                    continue
-                found = rule.factor_of(dims, split, op.mesh.sizes[axis])
-                if found is not None and found[0] in rule.expand_on:
-                    return True
-    return False
