@@ -2,13 +2,16 @@
 
 Nodes are lowered in order. Each operand is brought from the shardings in which it is there to the
 one its node needs, by the cheapest steps; what was made so is there for later needs of the same
-phase. From the forward into the backward a value lives only in the shardings the plan keeps.
+phase. From the forward into the backward a value lives only in the shardings the plan keeps. What
+the plan recomputes does not live on at all: its nodes run again before the first backward node that
+needs them, in the order of the graph, from what is kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from autopar.cost.node import work_share
 from autopar.cost.reshard import CollectiveSeconds, Step, cheapest_path
@@ -114,6 +117,11 @@ class _Lowering:
     stored_at: dict[Ref, Sharding] = field(default_factory=dict)
     inputs: list[ProgramInput] = field(default_factory=list)
     purposes: dict[Ref, str] = field(default_factory=dict)
+    recomputed: frozenset[str] = field(init=False)
+    remade: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.recomputed = frozenset(self.stage.recomputed) & self.plans.keys()
 
     def run(self) -> Program:
         gradients = {self._root(ref).root for ref in self.graph.gradients.values()}
@@ -243,6 +251,8 @@ class _Lowering:
     def _keep(self) -> None:
         """At the end of the forward: bring values that cross into the sharding they are kept in."""
         for root, places in tuple(self.there.items()):
+            if self._is_recomputed(root):
+                continue
             for sharding in self.stage.kept.get(str(root), ()):
                 if (Section.PROLOGUE, sharding) not in places:
                     self._enter(root.node, Section.FORWARD)
@@ -275,7 +285,7 @@ class _Lowering:
     def _visible(self, root: Ref, section: Section) -> dict[Sharding, tuple[Section, Ref]]:
         """Where a value is when an instruction of ``section`` runs."""
         found: dict[Sharding, tuple[Section, Ref]] = {}
-        kept = self.stage.kept.get(str(root))
+        kept = () if self._is_recomputed(root) else self.stage.kept.get(str(root))
         for (made, sharding), ref in self.there[root].items():
             kept_here = made is Section.FORWARD and (kept is None or sharding in kept)
             late = section is Section.BACKWARD and kept_here
@@ -307,9 +317,35 @@ class _Lowering:
             )
         )
 
-    def _node(self, node: Node) -> None:
+    def _is_recomputed(self, root: Ref) -> bool:
+        """Whether the backward finds a value only by running its node again."""
+        return root.node in self.recomputed and self._made_in(root) is Section.FORWARD
+
+    def _recompute(self, root: Ref) -> None:
+        """Run the node of a value again, behind those that it reads and that are not kept."""
+        wanted: set[str] = set()
+        waiting = [root.node]
+        while waiting:
+            name = waiting.pop()
+            if name in wanted or name in self.remade:
+                continue
+            wanted.add(name)
+            roots = (self._root(ref).root for ref in self.graph.by_name[name].operands)
+            waiting += [r.node for r in roots if self._is_recomputed(r)]
+        self.remade |= wanted
+        before = self.build.origin, self.build.section, self.build.purpose
+        for name in sorted(wanted, key=self._position.__getitem__):
+            self._node(self.graph.by_name[name], Section.BACKWARD)
+        self.build.origin, self.build.section, self.build.purpose = before
+
+    @cached_property
+    def _position(self) -> Mapping[str, int]:
+        return {node.name: at for at, node in enumerate(self.graph.nodes)}
+
+    def _node(self, node: Node, again: Section | None = None) -> None:
+        """Lower a node where it belongs, or again in a later section."""
         plan, rule = self.plans[node.name], self.rules[node.name]
-        section = self._section_of(node, plan)
+        section = again or self._section_of(node, plan)
         self._enter(node.name, section)
         operands = tuple(
             self._need(ref, sharding, section)
@@ -328,7 +364,7 @@ class _Lowering:
         self.build.purpose = "activations"
         refs = self._expanded(op, rule) or self._plain(op, rule)
         for index, (ref, sharding) in enumerate(zip(refs, plan.outputs, strict=True)):
-            self.there[Ref(node.name, index)] = {(section, sharding): ref}
+            self.there.setdefault(Ref(node.name, index), {})[section, sharding] = ref
 
     def _expanded(self, op: LocalOp, rule: Rule) -> tuple[Ref, ...] | None:
         strategy = Strategy(op.operands, op.outputs)
@@ -406,6 +442,8 @@ class _Lowering:
 
     def _reshard(self, root: Ref, sharding: Sharding, section: Section) -> tuple[Section, Ref]:
         """Section and piece of a value under a sharding, as seen from a section."""
+        if section is Section.BACKWARD and self._is_recomputed(root):
+            self._recompute(root)
         visible = self._visible(root, section)
         if sharding in visible:
             return visible[sharding]

@@ -176,6 +176,8 @@ class StagePlan:
         parameters: Parameters it owns.
         nodes: Captured nodes it runs, in order.
         kept: Value (as text) to the shardings in which it is kept from forward to backward.
+        recomputed: Forward nodes that run again in the backward instead of having their results
+            kept.
     """
 
     mesh: Mesh
@@ -184,6 +186,7 @@ class StagePlan:
     parameters: tuple[ParameterPlan, ...]
     nodes: tuple[NodePlan, ...]
     kept: Mapping[str, tuple[Sharding, ...]]
+    recomputed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,72 @@
+"""Programs that run forward nodes again in the backward equal one process."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from autopar.capture import capture_step
+from autopar.cost.node import axis_seconds
+from autopar.ir.graph import Phase
+from autopar.ir.sharding import Mesh
+from autopar.plan.records import StagePlan
+from autopar.search.analysis import Analysis, analyse
+from cost_models.cluster import Cluster
+from tests.oracles.models import MODELS, Built
+from tests.oracles.pipeline import assert_exact, programs_of, variants_of
+from tests.oracles.random_plans import random_stage
+
+MESHES = {
+    "one rank": Mesh(("a",), (1,)),
+    "two": Mesh(("a",), (2,)),
+    "free": Mesh(("a", "b"), (2, 2)),
+    "microbatches": Mesh(("a",), (2,)).with_time(2),
+}
+
+
+def recomputing(analysis: Analysis, stage: StagePlan, draw: random.Random) -> StagePlan:
+    """The stage with a random part of its forward nodes recomputed: none, some, or all."""
+    share = draw.choice((0.2, 0.5, 0.8, 1.0))
+    names = [
+        plan.name
+        for plan in stage.nodes
+        if analysis.graph.by_name[plan.name].phase is Phase.FORWARD and draw.random() < share
+    ]
+    return replace(stage, recomputed=tuple(names))
+
+
+def exact(built: Built, mesh: Mesh, seed: int) -> int:
+    """How many instructions run again."""
+    model, batch, loss = built
+    captured = capture_step(model, batch, loss, grad=True)
+    analysis = analyse(captured.graph)
+    collective_s = axis_seconds(Cluster.local(mesh.num_ranks), mesh)
+    stage = random_stage(analysis, mesh, seed)
+    again = recomputing(analysis, stage, random.Random(seed))
+    if mesh.time_axis is None:
+        programs = programs_of(analysis, again, collective_s)
+        plain = programs_of(analysis, stage, collective_s)[0]
+        assert_exact(*built, analysis, programs, captured)
+        return len(programs[0].instructions) - len(plain.instructions)
+    variants = variants_of(analysis, again, collective_s)
+    assert_exact(*built, analysis, variants, captured)
+    return len(variants[0][0].instructions) - len(
+        variants_of(analysis, stage, collective_s)[0][0].instructions
+    )
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", MODELS)
+def test_random_recompute_is_exact(name: str, mesh: str) -> None:
+    added = exact(MODELS[name](), MESHES[mesh], seed=0)
+    assert added > 0
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("seed", range(1, 8))
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", MODELS)
+def test_more_random_recompute_is_exact(name: str, mesh: str, seed: int) -> None:
+    exact(MODELS[name](), MESHES[mesh], seed)
