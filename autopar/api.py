@@ -24,23 +24,21 @@ from autopar.errors import AutoparError, PlanError, UnsupportedError
 from autopar.hint import Hint
 from autopar.ir.graph import Graph, Node, Ref
 from autopar.ir.sharding import Mesh
-from autopar.lower.overlap import overlap
-from autopar.lower.program import Program, Section
-from autopar.lower.spmd import Crossing, lower
+from autopar.lower.chunks import lower_chunks, on_one_rank
+from autopar.lower.program import Program
+from autopar.lower.rows import turns_of
 from autopar.options import OptimizerSpec, Options, rules_by_op
 from autopar.plan.check import check
 from autopar.plan.records import NodePlan, Plan
 from autopar.plan.serialize import from_json, to_json
 from autopar.planner.driver import Request, make_plan
-from autopar.planner.hints import runnable
 from autopar.rules.strategies import strategies
 from autopar.runtime.executor import ParallelModule, StepRequest
 from autopar.runtime.groups import Session, StagePeers, open_session
 from autopar.runtime.params import ModelState, shard_model
 from autopar.runtime.pipeline import SharedResult, StageSource
 from autopar.runtime.step import StepSource
-from autopar.schedules.actions import Kind
-from autopar.schedules.table import schedule_named
+from autopar.schedules.table import Size, schedule_named
 from autopar.search.analysis import Analysis, analyse
 from cost_models.cluster import Cluster
 
@@ -314,23 +312,25 @@ class _Compiler:
 
     def _place(self, plan: Plan) -> tuple[int, tuple[int, ...]]:
         """This rank's stage, and its coordinates on the stage's mesh of ranks."""
-        mesh = plan.stages[0].mesh
-        stage, rank = divmod(self.session.rank, mesh.num_ranks)
-        return stage, mesh.coordinates(rank)
+        stage, rank = divmod(self.session.rank, plan.mesh.num_ranks)
+        return stage, plan.mesh.coordinates(rank)
 
     def _lower(self, analysis: Analysis, plan: Plan) -> tuple[Program, ...]:
         """This rank's program of every microbatch."""
-        number, coordinates = self._place(plan)
-        stage = plan.stages[number]
-        seconds = axis_seconds(self.job.cluster, stage.mesh)
+        stage, coordinates = self._place(plan)
+        seconds = axis_seconds(self.job.cluster, plan.mesh)
         times = [(m,) for m in range(plan.microbatches)] if plan.microbatches > 1 else [()]
-        crossing = Crossing(number, plan.transfers)
+        chunks = plan.chunks_of(stage)
         graph, rules = analysis.graph, analysis.rules
-        found = tuple(
-            overlap(lower(graph, rules, stage, (*coordinates, *time), seconds, crossing))
-            for time in times
-        )
-        return tuple(_with_results(program, graph) for program in found)
+        split = schedule_named(plan.schedule).splits_backward
+        found = []
+        for microbatch in times:
+            place = (*coordinates, *microbatch)
+            programs = lower_chunks(
+                graph, rules, chunks, place, seconds, plan.transfers, splits_backward=split
+            )
+            found.append(_with_results(on_one_rank(programs, chunks), graph))
+        return tuple(found)
 
     def _stage_source(
         self, captured: Captured, analysis: Analysis, plan: Plan
@@ -338,34 +338,38 @@ class _Compiler:
         if len(plan.stages) == 1:
             return None
         assert self.peers is not None
-        rows = schedule_named(plan.schedule).generate(len(plan.stages), 1, plan.microbatches)
-        sections = {Kind.FORWARD: Section.FORWARD, Kind.BACKWARD: Section.BACKWARD}
+        held = plan.stage_of_chunks
+        num_chunks = len(held) // plan.num_stages
+        rows = turns_of(plan.schedule, plan.num_stages, num_chunks, plan.microbatches)
         members = [{node.name for node in stage.nodes} for stage in plan.stages]
         graph = captured.graph
         results = ([] if graph.loss is None else [graph.loss]) + [ref for _, ref in graph.aux]
         shared = []
         for index, ref in enumerate(results):
             made = analysis.root(ref).root.node
-            stage = next((s for s, own in enumerate(members) if made in own), 0)
+            stage = next((s for s, own in zip(held, members, strict=True) if made in own), 0)
             shared.append(SharedResult(index=index, stage=stage, type=graph.type_of(ref)))
         return StageSource(
-            row=tuple((sections[a.kind], a.microbatch) for a in rows[self.peers.stage]),
+            row=rows[self.peers.stage],
             peers=self.peers,
+            stages=held,
             shared=tuple(shared),
             num_transfers=len(plan.transfers),
         )
 
     def _adopt(self, parallel: ParallelModule, captured: Captured, plan: Plan) -> None:
         number, coordinates = self._place(plan)
-        stage = plan.stages[number]
-        space = stage.mesh.space
+        chunks = plan.chunks_of(number).values()
+        space = plan.mesh.space
         if len(plan.stages) == 1:
             groups = self.session.groups(space)
         else:
-            groups, self.peers = self.session.stage_groups(space, len(plan.stages))
+            groups, self.peers = self.session.stage_groups(space, plan.num_stages)
         state = shard_model(
             self.job.model,
-            stored={p.name: p.stored[: len(space.sizes)] for p in stage.parameters},
+            stored={
+                p.name: p.stored[: len(space.sizes)] for chunk in chunks for p in chunk.parameters
+            },
             aliases=captured.graph.aliases,
             groups=groups,
             coordinates=coordinates,
@@ -374,7 +378,8 @@ class _Compiler:
             seed=self._seed(),
         )
         if len(plan.stages) > 1:
-            state = _owned(state, {p.name for p in stage.parameters}, captured.graph.aliases)
+            own = {p.name for chunk in chunks for p in chunk.parameters}
+            state = _owned(state, own, captured.graph.aliases)
         parallel.adopt(plan, groups, state, self.job.spec.state_bytes)
 
     def _seed(self) -> int:
@@ -385,15 +390,23 @@ class _Compiler:
 
 
 def _check_stages(plan: Plan) -> None:
-    """Refuse stages that hold nothing, and a schedule that pipelines cannot run."""
-    for number, stage in enumerate(plan.stages):
-        if not stage.parameters:
+    """Refuse stages that hold nothing, and a schedule that these stages cannot run."""
+    for stage in range(plan.num_stages):
+        if not any(chunk.parameters for chunk in plan.chunks_of(stage).values()):
             raise UnsupportedError(
-                f"cannot run a pipeline of {len(plan.stages)} stages: stage {number} would hold no "
+                f"cannot run a pipeline of {plan.num_stages} stages: stage {stage} would hold no "
                 "parameter, so that its ranks have nothing to train; use fewer stages"
             )
     try:
-        runnable(plan.schedule)
+        spec = schedule_named(plan.schedule)
+        num_chunks, rest = divmod(len(plan.stages), plan.num_stages)
+        placed = [spec.lane_of_chunk(n, plan.num_stages) for n in range(len(plan.stages))]
+        if rest or placed != list(plan.stage_of_chunks):
+            raise PlanError(
+                f"its chunks lie on stages {list(plan.stage_of_chunks)}, schedule "
+                f"'{spec.name}' has them on {placed}; undo the edit or plan again"
+            )
+        spec.check(Size(lanes=plan.num_stages, chunks=num_chunks, microbatches=plan.microbatches))
     except AutoparError as error:
         raise PlanError(f"cannot use this plan: {error}") from None
 

@@ -56,9 +56,10 @@ class Microbatches:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Order in which pipeline stages run their microbatches."""
+    """Order in which pipeline stages run their microbatches, and chunks of the model a stage."""
 
     name: str
+    chunks: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,9 +186,19 @@ def microbatches(count: int) -> Microbatches:
     return Microbatches(count)
 
 
-def schedule(name: str) -> Schedule:
-    """Run a pipeline in this order: ``"gpipe"``, ``"1f1b"`` ... (see docs/schedules.md)."""
-    return Schedule(name)
+def schedule(name: str, chunks: int | None = None) -> Schedule:
+    """Run a pipeline in this order: ``"gpipe"``, ``"1f1b"`` ... (see docs/schedules.md).
+
+    Args:
+        name: Of the schedule.
+        chunks: Chunks of the model that each stage holds; left out, the fewest the schedule has.
+
+    Raises:
+        HintError: The chunks are no count.
+    """
+    if chunks is not None and (not isinstance(chunks, int) or chunks < 1):
+        raise HintError(f"cannot use {chunks!r} chunks a stage: it is a count, 1 or more")
+    return Schedule(name, chunks)
 
 
 def recompute(pattern: str) -> Recompute:

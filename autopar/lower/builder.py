@@ -59,12 +59,17 @@ class Builder:
         mesh: The mesh; ``coordinates`` of the rank on it.
         types: Local type of every value so far.
         origin: Captured node that is being lowered; ``phase`` and ``purpose`` go with it.
+        chunk: Chunk of the model that is being lowered; ``suffix`` ends the names of its values.
     """
 
-    def __init__(self, mesh: Mesh, coordinates: tuple[int, ...]) -> None:
+    def __init__(
+        self, mesh: Mesh, coordinates: tuple[int, ...], chunk: int = 0, suffix: str = ""
+    ) -> None:
         self.mesh = mesh
         self.coordinates = coordinates
         self.types: dict[Ref, TensorType] = {}
+        self.chunk = chunk
+        self.suffix = suffix
         self.origin = ""
         self.phase = Phase.FORWARD
         self.section = Section.FORWARD
@@ -106,7 +111,7 @@ class Builder:
         flops: int = 0,
     ) -> tuple[Ref, ...]:
         """Emit an op; its results in order."""
-        name = self._name(name or f"{self.origin}_{op.split('.')[1]}")
+        name = self._name((name or f"{self.origin}_{op.split('.')[1]}") + self.suffix)
         self._instructions.append(
             Instruction(
                 name=name,
@@ -120,6 +125,7 @@ class Builder:
                 flops=flops,
                 purpose=self.purpose,
                 section=self.section,
+                chunk=self.chunk,
             )
         )
         refs = tuple(Ref(name, index) for index in range(len(outs)))

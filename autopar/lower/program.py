@@ -14,7 +14,9 @@ op                          args                     result
 ``autopar.wait``            value                    same; the result may be read from here on
 ==========================  =======================  ============================================
 
-A program of several microbatches has sections (`Section`): the loop ones run once a microbatch.
+A program of several microbatches, or of a pipeline, has sections (`Section`): the loop ones run
+once a microbatch. A rank of a pipeline may hold several chunks of the model; each has sections of
+its own, and the prologues and epilogues of all run together.
 Two more ops join them: ``autopar.microbatch`` (value, chunk) reads rows ``m * chunk`` and on of dim
 1 of a value of the prologue, m being the microbatch that runs; ``autopar.accumulate`` (value,
 reduce), in the epilogue, joins what the loop made of the value in every microbatch.
@@ -50,10 +52,13 @@ class Section(StrEnum):
     PROLOGUE = "prologue"
     FORWARD = "forward"
     BACKWARD = "backward"
+    """All of the backward, or what earlier chunks wait for where it is split."""
+    WEIGHT_GRADIENT = "weight_gradient"
+    """The rest of a split backward."""
     EPILOGUE = "epilogue"
 
 
-LOOP = (Section.FORWARD, Section.BACKWARD)
+LOOP = (Section.FORWARD, Section.BACKWARD, Section.WEIGHT_GRADIENT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +77,7 @@ class Instruction:
         flops: Floating-point operations on this rank.
         purpose: For collectives: ``parameters``, ``gradients`` or ``activations``.
         section: When it runs, in a program of several microbatches.
+        chunk: Chunk of the model it is of, in a pipeline.
     """
 
     name: str
@@ -85,6 +91,7 @@ class Instruction:
     flops: int = 0
     purpose: str = ""
     section: Section = Section.FORWARD
+    chunk: int = 0
 
     @property
     def operands(self) -> tuple[Ref, ...]:
@@ -116,12 +123,12 @@ class ProgramInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """A value that the rank sends to, or receives from, its peer on another stage.
+    """A value that the rank sends to, or receives from, its peer that holds another chunk.
 
     Attributes:
         ref: The piece in this program.
         value: The captured value, as text: the same on both sides.
-        stage: The other stage.
+        chunk: The chunk here that makes or reads it; ``peer`` the other one.
         section: When it is sent (behind that section) or received (before it).
         local_type: Type of the piece.
         number: Of the transfer, the same on both sides.
@@ -129,7 +136,8 @@ class Message:
 
     ref: Ref
     value: str
-    stage: int
+    chunk: int
+    peer: int
     section: Section
     local_type: TensorType
     number: int
@@ -147,7 +155,7 @@ class Program:
         aux: Further results by name, whole on every rank.
         gradients: Parameter name to the rank's piece of its gradient, in its stored sharding.
         mutations: Buffer name to its new value, whole on every rank.
-        sends: Pieces for other stages; ``receives`` pieces from them.
+        sends: Pieces for other ranks; ``receives`` pieces from them.
         microbatches: How often the loop sections run.
         microbatch: The microbatch whose sizes the loop sections have; others of the same size run
             the same instructions.

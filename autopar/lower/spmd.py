@@ -59,39 +59,47 @@ def lower(
         stage: Shardings of everything it runs.
         coordinates: The rank's coordinates on the stage's mesh.
         collective_s: Prices collectives, for the choice between ways of resharding.
-        crossing: Which stage of a pipeline it is and what crosses; None for the only one.
+        crossing: Which chunk of a pipeline it is and what crosses; None for the only one.
     """
+    crossing = crossing or Crossing()
     lowering = _Lowering(
         graph=graph,
         rules=rules,
         stage=stage,
-        build=Builder(stage.mesh, tuple(coordinates)),
+        build=Builder(stage.mesh, tuple(coordinates), crossing.chunk, crossing.suffix),
         collective_s=collective_s,
         aliases=resolve_aliases(graph, lambda node: is_view(node, rules)),
         plans={plan.name: plan for plan in stage.nodes},
         stored={plan.name: plan.stored for plan in stage.parameters},
-        crossing=crossing or Crossing(),
+        crossing=crossing,
     )
     return lowering.run()
 
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """A stage among others.
+    """A chunk of a pipeline among others.
 
     Attributes:
-        stage: Its number.
-        transfers: Everything that crosses stages.
+        chunk: Its number.
+        transfers: Everything that crosses chunks.
+        splits_backward: Whether what no other chunk waits for is a section of its own.
+        suffix: Ends the names of its values, where a rank holds several chunks.
     """
 
-    stage: int = 0
+    chunk: int = 0
     transfers: tuple[Transfer, ...] = ()
+    splits_backward: bool = False
+    suffix: str = ""
 
 
 def is_view(node: Node, rules: Mapping[str, Rule]) -> bool:
     """Whether a node only renames its operand's dims."""
     return node.op not in SOURCE_OPS and rules[node.name].alias
 
+
+BACKWARDS = (Section.BACKWARD, Section.WEIGHT_GRADIENT)
+"""The sections that read what the forward kept."""
 
 _Place = tuple[Section, Sharding]
 """When a piece of a value is made, and its sharding."""
@@ -117,6 +125,7 @@ class _Lowering:
     stored_at: dict[Ref, Sharding] = field(default_factory=dict)
     inputs: list[ProgramInput] = field(default_factory=list)
     purposes: dict[Ref, str] = field(default_factory=dict)
+    late: frozenset[str] = frozenset()
     recomputed: frozenset[str] = field(init=False)
     remade: set[str] = field(default_factory=set)
 
@@ -127,7 +136,9 @@ class _Lowering:
         gradients = {self._root(ref).root for ref in self.graph.gradients.values()}
         self.purposes.update(dict.fromkeys(gradients, "gradients"))
         self._receive()
-        for node in self.graph.nodes:
+        self.late = self._waited_for_by_none()
+        early = [node for node in self.graph.nodes if node.name not in self.late]
+        for node in early:
             if node.phase is not self.build.phase:
                 self._keep()
                 self._send(Section.PROLOGUE, Section.FORWARD)
@@ -138,8 +149,13 @@ class _Lowering:
             elif node.name in self.plans:
                 self._node(node)
         if self.build.phase is Phase.FORWARD:
+            self._keep()
             self._send(Section.PROLOGUE, Section.FORWARD)
         self._send(Section.BACKWARD)
+        self.build.phase = Phase.BACKWARD if self.late else self.build.phase
+        for node in self.graph.nodes:
+            if node.name in self.late:
+                self._node(node)
         everything = whole(self.stage.mesh)
         self._enter("results", Section.EPILOGUE)
         loss = None
@@ -179,22 +195,42 @@ class _Lowering:
             microbatch=0 if self.time is None else self.build.coordinates[self.time],
         )
 
+    def _waited_for_by_none(self) -> frozenset[str]:
+        """Backward nodes that nothing sent to other chunks depends on, where they run apart."""
+        if not self.crossing.splits_backward:
+            return frozenset()
+        own = {n.name for n in self.graph.nodes if n.phase is Phase.BACKWARD} & set(self.plans)
+        stack = [
+            _ref(transfer.value).node
+            for transfer in self.crossing.transfers
+            if transfer.source == self.crossing.chunk
+            and self._section_of_making(transfer) is Section.BACKWARD
+        ]
+        waited: set[str] = set()
+        while stack:
+            name = stack.pop()
+            if name in own and name not in waited:
+                waited.add(name)
+                stack += [self._root(r).root.node for r in self.graph.by_name[name].operands]
+        return frozenset(own - waited)
+
     def _makes(self, ref: Ref) -> bool:
         """Whether this stage makes a value."""
         root = self._root(ref).root
         return root.node in self.plans or root in self.stored_at
 
     def _receive(self) -> None:
-        """Say where values of other stages come in."""
+        """Say where values of other chunks come in."""
         for number, transfer in enumerate(self.crossing.transfers):
-            if transfer.target != self.crossing.stage:
+            if transfer.target != self.crossing.chunk:
                 continue
             root = _ref(transfer.value)
             kind = self.graph.type_of(root)
             shape = local_shape(kind.shape, transfer.sharding, self.build.coordinates)
             local = TensorType(shape, kind.dtype)
             section = self._section_of_transfer(transfer)
-            ref = self.build.add_input(f"{root.node}_{root.index}_received", local)
+            name = f"{root.node}_{root.index}_received{self.crossing.suffix}"
+            ref = self.build.add_input(name, local)
             self.build.sections[ref] = section
             self.there.setdefault(root, {})[section, transfer.sharding] = ref
             if section is Section.PROLOGUE:
@@ -203,7 +239,8 @@ class _Lowering:
                 Message(
                     ref=ref,
                     value=transfer.value,
-                    stage=transfer.source,
+                    chunk=transfer.target,
+                    peer=transfer.source,
                     section=section,
                     local_type=local,
                     number=number,
@@ -211,9 +248,9 @@ class _Lowering:
             )
 
     def _send(self, *sections: Section) -> None:
-        """Bring what other stages read into the sharding in which it leaves."""
+        """Bring what other chunks read into the sharding in which it leaves."""
         for number, transfer in enumerate(self.crossing.transfers):
-            if transfer.source != self.crossing.stage:
+            if transfer.source != self.crossing.chunk:
                 continue
             root = _ref(transfer.value)
             section = self._section_of_making(transfer)
@@ -225,7 +262,8 @@ class _Lowering:
                 Message(
                     ref=ref,
                     value=transfer.value,
-                    stage=transfer.target,
+                    chunk=transfer.source,
+                    peer=transfer.target,
                     section=section,
                     local_type=self.build.types[ref],
                     number=number,
@@ -240,10 +278,22 @@ class _Lowering:
         loop = Section.FORWARD if node.phase is Phase.FORWARD else Section.BACKWARD
         if self.time is None or self._loops(transfer.sharding):
             return loop
-        return Section.EPILOGUE
+        return Section.EPILOGUE if self._reads_batch(node) else Section.PROLOGUE
+
+    def _reads_batch(self, node: Node) -> bool:
+        """Whether a value depends on the batch, and so, whole, on what the loop makes."""
+        stack, seen = [node.name], {node.name}
+        while stack:
+            for ref in self.graph.by_name[stack.pop()].operands:
+                if self.graph.by_name[ref.node].op == INPUT:
+                    return True
+                if ref.node not in seen:
+                    seen.add(ref.node)
+                    stack.append(ref.node)
+        return False
 
     def _section_of_transfer(self, transfer: Transfer) -> Section:
-        """Section before which a value comes in: what flows against the stages is read late."""
+        """Section before which a value comes in: what flows against the chunks is read late."""
         made = self._section_of_making(transfer)
         against = transfer.source > transfer.target
         return Section.BACKWARD if made is Section.FORWARD and against else made
@@ -273,6 +323,8 @@ class _Lowering:
     def _section_of(self, node: Node, plan: NodePlan) -> Section:
         """When a node runs: in the loop, or behind it if it reads what the loop made, or before."""
         loop = Section.FORWARD if node.phase is Phase.FORWARD else Section.BACKWARD
+        if node.name in self.late:
+            loop = Section.WEIGHT_GRADIENT
         if self.time is None or self._loops(*plan.operands, *plan.outputs):
             return loop
         made = {self._made_in(self._root(ref).root) for ref in node.operands}
@@ -288,7 +340,7 @@ class _Lowering:
         kept = () if self._is_recomputed(root) else self.stage.kept.get(str(root))
         for (made, sharding), ref in self.there[root].items():
             kept_here = made is Section.FORWARD and (kept is None or sharding in kept)
-            late = section is Section.BACKWARD and kept_here
+            late = section in BACKWARDS and (kept_here or made is Section.BACKWARD)
             if made in (Section.PROLOGUE, section) or section is Section.EPILOGUE or late:
                 found.setdefault(sharding, (made, ref))
         return found
@@ -321,7 +373,7 @@ class _Lowering:
         """Whether the backward finds a value only by running its node again."""
         return root.node in self.recomputed and self._made_in(root) is Section.FORWARD
 
-    def _recompute(self, root: Ref) -> None:
+    def _recompute(self, root: Ref, section: Section) -> None:
         """Run the node of a value again, behind those that it reads and that are not kept."""
         wanted: set[str] = set()
         waiting = [root.node]
@@ -335,7 +387,7 @@ class _Lowering:
         self.remade |= wanted
         before = self.build.origin, self.build.section, self.build.purpose
         for name in sorted(wanted, key=self._position.__getitem__):
-            self._node(self.graph.by_name[name], Section.BACKWARD)
+            self._node(self.graph.by_name[name], section)
         self.build.origin, self.build.section, self.build.purpose = before
 
     @cached_property
@@ -442,8 +494,8 @@ class _Lowering:
 
     def _reshard(self, root: Ref, sharding: Sharding, section: Section) -> tuple[Section, Ref]:
         """Section and piece of a value under a sharding, as seen from a section."""
-        if section is Section.BACKWARD and self._is_recomputed(root):
-            self._recompute(root)
+        if section in BACKWARDS and self._is_recomputed(root):
+            self._recompute(root, section)
         visible = self._visible(root, section)
         if sharding in visible:
             return visible[sharding]

@@ -1,15 +1,17 @@
 """A program of several microbatches as one list of instructions, for the simulator.
 
 The loop is written out in the order of a schedule's row; what it makes of a value in every
-microbatch is added in place to what the first one made, as the runtime does.
+microbatch is added in place to what the first one made, as the runtime does. What one action
+receives is there while the action before it runs, since its receive is posted then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from autopar.ir.graph import Ref, replace_refs
+from autopar.ir.graph import Const, Ref, replace_refs
 from autopar.lower.program import (
     ACCUMULATE,
     LOOP,
@@ -23,41 +25,119 @@ from autopar.lower.program import (
 JOIN = "aten.add_.Tensor"
 
 
-Turn = tuple[Section, int]
-"""A section of the loop and the microbatch it runs for."""
+class Turn(NamedTuple):
+    """An action of a rank: a section of the loop, of one chunk and for one microbatch."""
+
+    section: Section
+    chunk: int
+    microbatch: int
+
+
+Row = Sequence[Turn]
+"""What a rank does in its loop, in order."""
 
 
 def in_order(microbatches: int) -> tuple[Turn, ...]:
-    """Microbatches one after the other, each forward then backward."""
-    return tuple((section, number) for number in range(microbatches) for section in LOOP)
+    """Microbatches of the only chunk one after the other, each forward then backward."""
+    loop = (Section.FORWARD, Section.BACKWARD)
+    return tuple(Turn(section, 0, number) for number in range(microbatches) for section in loop)
 
 
-def unroll(program: Program, row: Sequence[Turn]) -> Program:
+@dataclass(frozen=True, slots=True)
+class Lives:
+    """How long the values of a loop live.
+
+    Attributes:
+        until: (value, microbatch) to the position in the row of the last turn that makes, gets,
+            reads or sends it; values that are read behind the loop are not there.
+        joins: For every position, the values that are added to their totals behind it.
+    """
+
+    until: Mapping[tuple[Ref, int], int]
+    joins: tuple[tuple[Ref, ...], ...]
+
+
+def lives(program: Program, row: Row) -> Lives:
+    """How long each value of the loop lives in a row.
+
+    Args:
+        program: Of one rank, with all its chunks.
+        row: Its turns.
+    """
+    touched = _touched(program)
+    behind = set(program.results) | {
+        ref
+        for i in program.instructions
+        if i.section is Section.EPILOGUE and i.op != ACCUMULATE
+        for ref in i.operands
+    }
+    until: dict[tuple[Ref, int], int] = {}
+    for at, (section, chunk, number) in enumerate(row):
+        here = touched.get((section, chunk), ())
+        until.update(((ref, number), at) for ref in here if ref not in behind)
+    joins: list[list[Ref]] = [[] for _ in row]
+    for ref in totals_of(program):
+        for number in dict.fromkeys(turn.microbatch for turn in row):
+            if (ref, number) in until:
+                joins[until[ref, number]].append(ref)
+    return Lives(until, tuple(map(tuple, joins)))
+
+
+def totals_of(program: Program) -> tuple[Ref, ...]:
+    """Values of the loop that are joined over the microbatches."""
+    return tuple(dict.fromkeys(i.operands[0] for i in program.instructions if i.op == ACCUMULATE))
+
+
+def _touched(program: Program) -> Mapping[tuple[Section, int], Mapping[Ref, None]]:
+    """For every section and chunk, the values of the loop that it makes, gets, reads or sends."""
+    makers = _makers(program)
+    found: dict[tuple[Section, int], dict[Ref, None]] = {}
+    for i in program.instructions:
+        if i.section in LOOP:
+            refs = (*i.operands, *_outputs(i))
+            own = found.setdefault((i.section, i.chunk), {})
+            own.update((ref, None) for ref in refs if ref in makers)
+    for message in (*program.receives, *program.sends):
+        if message.ref in makers and message.section in LOOP:
+            found.setdefault((message.section, message.chunk), {})[message.ref] = None
+    return found
+
+
+def _makers(program: Program) -> dict[Ref, Instruction]:
+    """Every value of the loop, and what makes it: an instruction, or a message as one."""
+    made = {ref: i for i in program.instructions if i.section in LOOP for ref in _outputs(i)}
+    return made | {m.ref: _received(m, "") for m in program.receives if m.section in LOOP}
+
+
+def _outputs(instruction: Instruction) -> tuple[Ref, ...]:
+    return tuple(Ref(instruction.name, index) for index in range(len(instruction.outputs)))
+
+
+def unroll(program: Program, row: Row) -> Program:
     """The program with its loop written out in the order of ``row``.
 
     Args:
-        program: Of any number of microbatches, or a stage of a pipeline.
-        row: Sections and microbatches in order; microbatch 0 comes first of each section.
+        program: Of any number of microbatches, or of a rank of a pipeline.
+        row: Its turns; microbatch 0 comes first of each section.
     """
-    loop = [i for i in program.instructions if i.section in LOOP]
-    after = [i for i in program.instructions if i.section is Section.EPILOGUE]
-    totals = list(dict.fromkeys(i.operands[0] for i in after if i.op == ACCUMULATE))
-    section_of = {i.name: i.section for i in loop}
-    section_of |= {m.ref.node: m.section for m in program.receives if m.section in LOOP}
-    made = set(section_of)
+    parts: dict[tuple[Section, int], list[Instruction]] = {}
+    for i in program.instructions:
+        parts.setdefault((i.section, i.chunk), []).append(i)
+    makers = _makers(program)
+    made = {ref.node for ref in makers}
+    joins = lives(program, row).joins
     found = [_received(m, "") for m in program.receives if m.section is Section.PROLOGUE]
     found += [i for i in program.instructions if i.section is Section.PROLOGUE]
-    types = {i.name: i for i in loop}
-    for section, number in row:
-        arriving = [m for m in program.receives if m.section is section]
-        found += [_received(m, f"@{number}") for m in arriving]
-        found += [_renamed(i, made, number) for i in loop if i.section is section]
+    for at, (section, chunk, number) in enumerate(row):
+        for turn in row[at + 1 if at else 0 : at + 2]:
+            arriving = [m for m in program.receives if (m.section, m.chunk) == turn[:2]]
+            found += [_received(m, f"@{turn.microbatch}") for m in arriving]
+        found += [_renamed(i, made, number) for i in parts.get((section, chunk), ())]
         if number:
-            here = [ref for ref in totals if section_of[ref.node] is section]
-            found += _joins(here, types, number)
+            found += [_join(ref, makers[ref], number) for ref in joins[at]]
     found += [_received(m, "") for m in program.receives if m.section is Section.EPILOGUE]
-    first = {ref: Ref(f"{ref.node}@0", ref.index) for ref in _refs(loop, program)}
-    found += [_behind(i, first) for i in after]
+    first = {ref: Ref(f"{ref.node}@0", ref.index) for ref in makers}
+    found += [_behind(i, first) for i in program.instructions if i.section is Section.EPILOGUE]
     return replace(
         program,
         instructions=tuple(found),
@@ -71,21 +151,17 @@ def unroll(program: Program, row: Sequence[Turn]) -> Program:
     )
 
 
-def _refs(loop: Sequence[Instruction], program: Program) -> list[Ref]:
-    """Every value of the loop."""
-    found = [Ref(i.name, index) for i in loop for index in range(len(i.outputs))]
-    return found + [m.ref for m in program.receives if m.section in LOOP]
-
-
 def _received(message: Message, suffix: str) -> Instruction:
     """The buffer into which a message is received."""
     return Instruction(
         name=f"{message.ref.node}{suffix}",
         op="aten.empty.memory_format",
         args=(message.local_type.shape,),
+        kwargs=(("dtype", Const("dtype", message.local_type.dtype)),),
         outputs=(message.local_type,),
         origin=message.value,
         section=message.section,
+        chunk=message.chunk,
     )
 
 
@@ -106,28 +182,20 @@ def _renamed(instruction: Instruction, made: set[str], number: int) -> Instructi
     return replace(instruction, name=name, args=args, kwargs=kwargs)
 
 
-def _joins(
-    totals: Sequence[Ref], made_by: Mapping[str, Instruction], number: int
-) -> list[Instruction]:
-    found = []
-    for ref in totals:
-        source = made_by.get(ref.node)
-        if source is None:
-            continue
-        total, term = Ref(f"{ref.node}@0", ref.index), Ref(f"{ref.node}@{number}", ref.index)
-        found.append(
-            Instruction(
-                name=f"{ref.node}_{ref.index}+{number}",
-                op=JOIN,
-                args=(total, term),
-                outputs=(source.outputs[ref.index],),
-                origin=source.origin,
-                phase=source.phase,
-                view=True,
-                section=source.section,
-            )
-        )
-    return found
+def _join(ref: Ref, maker: Instruction, number: int) -> Instruction:
+    """What one microbatch made of a value, added to what the first one made."""
+    total, term = Ref(f"{ref.node}@0", ref.index), Ref(f"{ref.node}@{number}", ref.index)
+    return Instruction(
+        name=f"{ref.node}_{ref.index}+{number}",
+        op=JOIN,
+        args=(total, term),
+        outputs=(maker.outputs[ref.index],),
+        origin=maker.origin,
+        phase=maker.phase,
+        view=True,
+        section=maker.section,
+        chunk=maker.chunk,
+    )
 
 
 def _behind(instruction: Instruction, first: Mapping[Ref, Ref]) -> Instruction:

@@ -151,11 +151,11 @@ class SearchReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """A value that one stage makes and another reads.
+    """A value that one chunk makes and another reads.
 
     Attributes:
         value: The value, as text.
-        source: Stage that sends it; ``target`` the one that receives it.
+        source: Chunk that makes it; ``target`` the one that reads it.
         sharding: How it lies on the mesh of either; every rank sends its own piece.
     """
 
@@ -167,11 +167,11 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
-    """One pipeline stage: its mesh, the ranks on it and the sharding of everything it runs.
+    """One chunk of the model: its mesh, the ranks on it and the sharding of everything it runs.
 
     Attributes:
-        mesh: Mesh of the stage.
-        first_rank: Global number of its first rank; the others follow in mesh order.
+        mesh: Mesh of the ranks that hold it.
+        first_rank: Global number of the first of them; the others follow in mesh order.
         inputs: Input path to the sharding in which a rank's program takes it.
         parameters: Parameters it owns.
         nodes: Captured nodes it runs, in order.
@@ -199,7 +199,8 @@ class Plan:
         cluster: Name of the cluster; ``cluster_ranks`` its number of devices.
         batch: Input path to global type.
         hints: Hints it was made under, as text.
-        stages: One entry a pipeline stage.
+        stages: One entry a chunk of the model, in its order. A pipeline stage is a group of ranks:
+            it holds one chunk, or several under some schedules.
         microbatches: Number of microbatches.
         schedule: Order in which the stages run them, a name of ``autopar.schedules``.
         transfers: Values that cross stages.
@@ -235,6 +236,21 @@ class Plan:
     def mesh(self) -> Mesh:
         """Mesh of every stage; its last axis is the time axis if there are microbatches."""
         return self.stages[0].mesh
+
+    @cached_property
+    def stage_of_chunks(self) -> tuple[int, ...]:
+        """Pipeline stage of every entry of ``stages``."""
+        return tuple(chunk.first_rank // self.mesh.num_ranks for chunk in self.stages)
+
+    @property
+    def num_stages(self) -> int:
+        """Number of pipeline stages: groups of ranks."""
+        return len(set(self.stage_of_chunks))
+
+    def chunks_of(self, stage: int) -> Mapping[int, StagePlan]:
+        """Number and shardings of the chunks that a pipeline stage holds."""
+        held = zip(self.stages, self.stage_of_chunks, strict=True)
+        return {number: chunk for number, (chunk, s) in enumerate(held) if s == stage}
 
     @cached_property
     def parameters(self) -> Mapping[str, ParameterPlan]:

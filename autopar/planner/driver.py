@@ -32,7 +32,7 @@ from autopar.plan.records import (
 )
 from autopar.plan.wording import bytes_text
 from autopar.planner.hints import Settled, settle
-from autopar.planner.pipeline import StageResult, cut, evaluate_pipeline
+from autopar.planner.pipeline import Layout, StageResult, cut, evaluate_pipeline
 from autopar.search.analysis import Analysis
 from autopar.search.build import Built, StateBytes, build_problem, decode, describe_mesh
 from autopar.search.intra import least_bytes, solve
@@ -123,10 +123,12 @@ def make_plan(analysis: Analysis, request: Request) -> Plan:
         num_stages = 1 if settled.degrees is None else settled.degrees.pp or 1
         spaces = meshes(request.cluster, settled.degrees, num_stages=num_stages)
     else:
-        num_stages = len(taken.stages)
-        spaces = (taken.stages[0].mesh.space,)
-        settled = replace(settled, schedule=taken.schedule)
-    counts = microbatch_counts(analysis.graph, settled.microbatches, num_stages)
+        num_stages = taken.num_stages
+        spaces = (taken.mesh.space,)
+        chunks = len(taken.stages) // num_stages
+        settled = replace(settled, schedule=taken.schedule, chunks=chunks)
+    layout = Layout(schedule=settled.schedule, num_stages=num_stages, num_chunks=settled.chunks)
+    counts = microbatch_counts(analysis.graph, settled.microbatches, layout)
     for count in counts:
         for mesh in (space.with_time(count) for space in spaces):
             if misfit := batch_misfit(analysis.graph, mesh):
@@ -135,7 +137,7 @@ def make_plan(analysis: Analysis, request: Request) -> Plan:
                 failures.append(_Failure(mesh, True, float("inf")))
                 continue
             left = request.time_limit_s - (time.perf_counter() - start)
-            outcome = _try_mesh(analysis, request, settled, mesh, num_stages, max(left, 1.0))
+            outcome = _try_mesh(analysis, request, settled, mesh, layout, max(left, 1.0))
             if isinstance(outcome, Candidate):
                 found.append(outcome)
                 tried.append((describe_mesh(mesh), outcome.solution.objective_s))
@@ -150,15 +152,23 @@ def make_plan(analysis: Analysis, request: Request) -> Plan:
     return _plan(analysis, request, settled, best, found, tried, time.perf_counter() - start)
 
 
-def microbatch_counts(graph: Graph, forced: int | None, num_stages: int = 1) -> tuple[int, ...]:
+def microbatch_counts(
+    graph: Graph, forced: int | None, layout: Layout | None = None
+) -> tuple[int, ...]:
     """Numbers of microbatches to try, fewest first: more are needed only where memory binds.
 
     Args:
         graph: The step.
         forced: The number a hint gives, or None.
-        num_stages: Stages to keep busy: a pipeline starts at four microbatches a stage.
+        layout: Stages to keep busy: a pipeline starts at four microbatches a stage.
+
+    Raises:
+        UnsupportedError: The schedule cannot do the number that is forced, or any.
     """
+    num_stages = 1 if layout is None else layout.num_stages
     if forced is not None:
+        if layout is not None and num_stages > 1:
+            layout.check(forced)
         return (forced,)
     samples = min(
         (
@@ -169,10 +179,13 @@ def microbatch_counts(graph: Graph, forced: int | None, num_stages: int = 1) -> 
         default=1,
     )
     fitting = [count for count in (1, 2, 4, 8, 16, 32, 64, 128) if samples % count == 0]
-    if num_stages > 1:
-        enough = [count for count in fitting if count >= 4 * num_stages]
-        return tuple(enough or fitting[-1:])
-    return tuple(fitting)
+    if layout is None or num_stages == 1:
+        return tuple(fitting)
+    possible = [count for count in fitting if layout.fits(count)]
+    if not possible:
+        layout.check(fitting[-1])
+    enough = [count for count in possible if count >= 4 * num_stages]
+    return tuple(enough or possible[-1:])
 
 
 def batch_misfit(graph: Graph, mesh: Mesh) -> str:
@@ -205,9 +218,10 @@ def _try_mesh(
     request: Request,
     settled: Settled,
     mesh: Mesh,
-    num_stages: int,
+    layout: Layout,
     time_limit_s: float,
 ) -> Candidate | _Failure:
+    num_stages = layout.num_stages
     if request.settled_plan is not None:
         stored = _stored(request.settled_plan, mesh)
         restrictions = replace(settled.restrictions, stored=stored)
@@ -242,9 +256,7 @@ def _try_mesh(
             limit = HELD * allowed * num_stages
             continue
         if num_stages > 1:
-            candidate = _evaluate_stages(
-                analysis, request, cost, built, solution, num_stages, settled.schedule
-            )
+            candidate = _evaluate_stages(analysis, request, cost, built, solution, layout)
         else:
             candidate = evaluate(analysis, request, cost, built, solution)
         used = candidate.memory.total_bytes
@@ -303,16 +315,14 @@ def _evaluate_stages(
     cost: NodeCost,
     built: Built,
     solution: Solution,
-    num_stages: int,
-    schedule: str,
+    layout: Layout,
 ) -> Candidate:
     """Cut a solution into stages and simulate them under a schedule."""
     device = request.cluster.device(0)
     priced = prices(device, cost.collective_s)
-    pipeline = cut(
-        analysis, cost, decode(built, analysis, solution), num_stages, request.settled_plan
-    )
-    result = evaluate_pipeline(analysis, cost, priced, pipeline, schedule, request.cluster)
+    whole = decode(built, analysis, solution)
+    pipeline = cut(analysis, cost, whole, layout, request.settled_plan)
+    result = evaluate_pipeline(analysis, cost, priced, pipeline, layout, request.cluster)
     memories, updates = [], []
     for stage in result.stages:
         memory = predicted_memory(stage.program, stage.peak, request.state_bytes_per_element)
@@ -330,7 +340,7 @@ def _evaluate_stages(
         built,
         solution,
         pipeline,
-        schedule,
+        layout.schedule,
         replace(slowest, seconds=result.seconds),
         fullest,
         max(updates),
@@ -340,7 +350,7 @@ def _evaluate_stages(
 def _whole_step(stage: StageResult, microbatches: int) -> Simulation:
     """Sums over a step of one stage; its seconds are those it is busy."""
     uses: dict[tuple[str, int, str], CollectiveUse] = {}
-    for section, simulation in stage.sections.items():
+    for (section, _), simulation in stage.sections.items():
         times = microbatches if section in LOOP else 1
         for use in simulation.collectives:
             key = (use.kind, use.axis, use.purpose)
@@ -356,7 +366,7 @@ def _whole_step(stage: StageResult, microbatches: int) -> Simulation:
         return float(
             sum(
                 getattr(simulation, name) * (microbatches if section in LOOP else 1)
-                for section, simulation in stage.sections.items()
+                for (section, _), simulation in stage.sections.items()
             )
         )
 

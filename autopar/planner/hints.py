@@ -19,7 +19,7 @@ from autopar.hint import (
     Shard,
 )
 from autopar.ir.graph import INPUT, PARAMETER, Graph
-from autopar.schedules.table import SCHEDULES, ScheduleSpec, schedule_named
+from autopar.schedules.table import schedule_named
 from autopar.search.analysis import Analysis
 from autopar.search.restrict import Restrictions, matching
 from cost_models.cluster import Cluster
@@ -35,6 +35,7 @@ class Settled:
         degrees: The one ``hint.degrees``, or None.
         restrictions: What the search must keep to.
         schedule: Name of the schedule of a pipeline.
+        chunks: Chunks of the model that each stage of one holds.
         microbatches: Their forced number, or None.
         memory_limit_bytes: Bytes a rank may use.
     """
@@ -42,6 +43,7 @@ class Settled:
     degrees: Degrees | None
     restrictions: Restrictions
     schedule: str
+    chunks: int
     microbatches: int | None
     memory_limit_bytes: int
 
@@ -60,6 +62,7 @@ def settle(
     degrees = _only(hints, Degrees, "hint.degrees")
     limit = _only(hints, MemoryLimit, "hint.memory_limit")
     schedule = _only(hints, Schedule, "hint.schedule")
+    spec = schedule_named("1f1b" if schedule is None else schedule.name)
     microbatches = _only(hints, Microbatches, "hint.microbatches")
     if microbatches is not None:
         _check_microbatches(analysis.graph, microbatches.count)
@@ -77,30 +80,11 @@ def settle(
         restrictions=Restrictions(
             zero=None if degrees is None else degrees.zero, parameters=parameters
         ),
-        schedule="1f1b" if schedule is None else runnable(schedule.name),
+        schedule=spec.name,
+        chunks=spec.least_chunks if schedule is None else schedule.chunks or spec.least_chunks,
         microbatches=None if microbatches is None else microbatches.count,
         memory_limit_bytes=usable if limit is None else limit.limit_bytes,
     )
-
-
-def runnable(name: str) -> str:
-    """The name of a schedule that pipelines run.
-
-    Raises:
-        HintError: There is no schedule of that name.
-        UnsupportedError: It is for models in chunks or backwards in parts.
-    """
-    if (schedule := schedule_named(name)) in _runnable():
-        return schedule.name
-    raise UnsupportedError(
-        f"cannot run schedule '{name}': this version runs one chunk a stage and each backward as "
-        f"one; use one of {', '.join(schedule.name for schedule in _runnable())}"
-    )
-
-
-def _runnable() -> list[ScheduleSpec]:
-    every = SCHEDULES.values()
-    return [spec for spec in every if spec.least_chunks == 1 and not spec.splits_backward]
 
 
 def _check_kind(given: object) -> None:

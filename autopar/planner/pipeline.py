@@ -1,8 +1,8 @@
 """Pipelines: a plan of the whole step cut into stages, and what its schedule takes.
 
-The step is planned over the mesh of one stage, its forward is cut where the stages take equally
-long and little crosses, and every stage's program is simulated section by section; the schedule's
-timeline gives the step, and the loop written out in the order of the stage's row gives its memory.
+The step is planned over the mesh of one stage, its forward is cut where the chunks take equally
+long and little crosses, and every chunk's program is simulated section by section; the schedule's
+timeline gives the step, and the loop written out in the order of a stage's row gives its memory.
 """
 
 from __future__ import annotations
@@ -12,18 +12,17 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from autopar.cost.node import NodeCost
-from autopar.errors import UnsupportedError
+from autopar.errors import HintError, UnsupportedError
 from autopar.ir.graph import PARAMETER, Ref
-from autopar.lower.overlap import overlap
+from autopar.lower.chunks import lower_chunks, on_one_rank
 from autopar.lower.program import Message, Program, ProgramInput, Section
+from autopar.lower.rows import memory_turns, turns_of
 from autopar.lower.simulate import Prices, Simulation, simulate
-from autopar.lower.spmd import Crossing, lower
-from autopar.lower.unroll import Turn, unroll, with_refs
+from autopar.lower.unroll import unroll, with_refs
 from autopar.plan.records import Plan, StagePlan
-from autopar.schedules.actions import Kind, Row
 from autopar.schedules.makespan import ChunkTime
 from autopar.schedules.makespan import simulate as simulate_schedule
-from autopar.schedules.table import schedule_named
+from autopar.schedules.table import Size, schedule_named
 from autopar.search.analysis import Analysis
 from autopar.search.stages import Pipeline, balanced_cuts, forward_order, split_stages
 from cost_models.cluster import Cluster
@@ -32,7 +31,44 @@ from cost_models.collectives import axis_link, collective_s
 SLACK = 0.02
 """Of the longest stage: what a cut may cost for fewer bytes to cross."""
 
-_SECTIONS = {Kind.FORWARD: Section.FORWARD, Kind.BACKWARD: Section.BACKWARD}
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How a pipeline is asked for.
+
+    Attributes:
+        schedule: Name of its schedule.
+        num_stages: Groups of ranks.
+        num_chunks: Chunks of the model that each holds.
+    """
+
+    schedule: str
+    num_stages: int
+    num_chunks: int
+
+    @property
+    def lanes(self) -> tuple[int, ...]:
+        """Stage of every chunk."""
+        spec = schedule_named(self.schedule)
+        count = self.num_stages * self.num_chunks
+        return tuple(spec.lane_of_chunk(chunk, self.num_stages) for chunk in range(count))
+
+    def check(self, microbatches: int) -> None:
+        """Refuse what the schedule cannot do.
+
+        Raises:
+            UnsupportedError: It does not exist for these numbers.
+        """
+        size = Size(lanes=self.num_stages, chunks=self.num_chunks, microbatches=microbatches)
+        schedule_named(self.schedule).check(size)
+
+    def fits(self, microbatches: int) -> bool:
+        """Whether the schedule can do so many microbatches."""
+        try:
+            self.check(microbatches)
+        except UnsupportedError:
+            return False
+        return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +76,13 @@ class StageResult:
     """What one stage of a pipeline takes.
 
     Attributes:
-        program: Of its first rank.
-        sections: Simulation of every section, for one microbatch.
+        program: Of its first rank, with all its chunks.
+        sections: Simulation of every section of every chunk, for one microbatch.
         peak: Simulation of the written-out loop, for its memory.
     """
 
     program: Program
-    sections: Mapping[Section, Simulation]
+    sections: Mapping[tuple[Section, int], Simulation]
     peak: Simulation
 
 
@@ -67,27 +103,34 @@ def cut(
     analysis: Analysis,
     cost: NodeCost,
     whole: StagePlan,
-    num_stages: int,
+    layout: Layout,
     settled: Plan | None = None,
 ) -> Pipeline:
-    """The plan of the whole step, cut into stages.
+    """The plan of the whole step, cut into the chunks of a pipeline.
 
     Args:
         analysis: The step.
         cost: Prices its nodes.
         whole: The plan of the whole step.
-        num_stages: Number of stages.
-        settled: A plan whose stages hold the parameters already; they stay where they are.
+        layout: Stages, chunks and schedule.
+        settled: A plan whose chunks hold the parameters already; they stay where they are.
 
     Raises:
-        HintError: There are fewer ops than stages.
-        UnsupportedError: No cut leaves every parameter on its settled stage.
+        HintError: There are fewer ops than chunks.
+        UnsupportedError: No cut leaves every parameter on its settled chunk.
     """
     order = forward_order(analysis)
+    lanes = layout.lanes
+    if len(lanes) > len(order):
+        chunks = "" if layout.num_chunks == 1 else f" of {layout.num_chunks} chunks"
+        raise HintError(
+            f"cannot cut {len(order)} ops into {layout.num_stages} stages{chunks}: every piece "
+            f"needs one; use fewer stages{chunks and ' or chunks'}"
+        )
     seconds = _seconds_by_forward(analysis, cost, whole, order)
-    cuts = _narrowed(analysis, order, seconds, balanced_cuts(seconds, num_stages))
+    cuts = _narrowed(analysis, order, seconds, balanced_cuts(seconds, len(lanes)))
     if settled is None:
-        return split_stages(analysis, whole, cuts)
+        return split_stages(analysis, whole, cuts, lanes)
     owners = {p.name: n for n, stage in enumerate(settled.stages) for p in stage.parameters}
     read = _first_reads(analysis, order)
     found = []
@@ -95,7 +138,7 @@ def cut(
         low = max((at + 1 for name, at in read.items() if owners[name] < number), default=1)
         high = min((at for name, at in read.items() if owners[name] >= number), default=len(order))
         found.append(min(max(position, low), high))
-    return _with_owners(split_stages(analysis, whole, found), owners, read)
+    return _with_owners(split_stages(analysis, whole, found, lanes), owners, read)
 
 
 def _first_reads(analysis: Analysis, order: Sequence[str]) -> Mapping[str, int]:
@@ -210,7 +253,7 @@ def evaluate_pipeline(
     cost: NodeCost,
     priced: Prices,
     pipeline: Pipeline,
-    schedule_name: str,
+    layout: Layout,
     cluster: Cluster,
 ) -> PipelineResult:
     """Lower and simulate every stage under a schedule.
@@ -219,69 +262,68 @@ def evaluate_pipeline(
         analysis: The step.
         cost: Prices nodes and collectives inside a stage.
         priced: Prices instructions.
-        pipeline: The stages.
-        schedule_name: Of ``autopar.schedules``.
+        pipeline: The chunks.
+        layout: Stages, chunks and schedule.
         cluster: For the links between stages.
     """
     mesh = pipeline.stages[0].mesh
-    rows = schedule_named(schedule_name).generate(len(pipeline.stages), 1, mesh.microbatches)
+    spec = schedule_named(layout.schedule)
+    rows = spec.generate(layout.num_stages, layout.num_chunks, mesh.microbatches)
+    turns = turns_of(layout.schedule, layout.num_stages, layout.num_chunks, mesh.microbatches)
     results = []
-    for number, stage in enumerate(pipeline.stages):
-        crossing = Crossing(number, pipeline.transfers)
-        program = overlap(
-            lower(
-                analysis.graph,
-                analysis.rules,
-                stage,
-                (0,) * len(mesh.sizes),
-                cost.collective_s,
-                crossing,
+    by_chunk: dict[int, tuple[Program, Mapping[Section, Simulation]]] = {}
+    for lane, row in enumerate(turns):
+        held = {n: pipeline.stages[n] for n, own in enumerate(layout.lanes) if own == lane}
+        programs = lower_chunks(
+            analysis.graph,
+            analysis.rules,
+            held,
+            (0,) * len(mesh.sizes),
+            cost.collective_s,
+            pipeline.transfers,
+            splits_backward=spec.splits_backward,
+        )
+        for number, program in zip(sorted(held), programs, strict=True):
+            sections = {s: simulate(section_program(program, s), priced) for s in Section}
+            by_chunk[number] = program, sections
+        together = on_one_rank(programs, held)
+        results.append(
+            StageResult(
+                program=together,
+                sections={(s, n): by_chunk[n][1][s] for n in held for s in Section},
+                peak=simulate(unroll(together, memory_turns(row)), priced),
             )
         )
-        sections = {s: simulate(section_program(program, s), priced) for s in Section}
-        written_out = unroll(program, turns(rows[number]))
-        results.append(
-            StageResult(program=program, sections=sections, peak=simulate(written_out, priced))
-        )
-    times = [
-        ChunkTime(
-            forward_s=r.sections[Section.FORWARD].seconds,
-            backward_s=r.sections[Section.BACKWARD].seconds,
-        )
-        for r in results
-    ]
-    link = axis_link(cluster, (len(pipeline.stages), mesh.num_ranks), 0)
+    chunks = [by_chunk[number] for number in range(len(by_chunk))]
+    link = axis_link(cluster, (layout.num_stages, mesh.num_ranks), 0)
     sends = [
-        collective_s("send", _sent_bytes(r.program.sends, number + 1), link)
-        for number, r in enumerate(results[:-1])
+        collective_s("send", _sent_bytes(program.sends, number + 1), link)
+        for number, (program, _) in enumerate(chunks[:-1])
     ]
+    times = [_chunk_time(sections) for _, sections in chunks]
     timeline = simulate_schedule(rows, times, sends)
+    outside = (Section.PROLOGUE, Section.EPILOGUE)
     around = max(
-        r.sections[Section.PROLOGUE].seconds + r.sections[Section.EPILOGUE].seconds for r in results
+        sum(own.seconds for (section, _), own in r.sections.items() if section in outside)
+        for r in results
     )
     return PipelineResult(seconds=timeline.makespan_s + around, stages=tuple(results))
 
 
-def _sent_bytes(sends: Sequence[Message], stage: int) -> int:
-    return sum(
-        m.local_type.num_bytes for m in sends if m.stage == stage and m.section is Section.FORWARD
+def _chunk_time(sections: Mapping[Section, Simulation]) -> ChunkTime:
+    """Seconds of a chunk for one microbatch."""
+    weight_s = sections[Section.WEIGHT_GRADIENT].seconds
+    return ChunkTime(
+        forward_s=sections[Section.FORWARD].seconds,
+        backward_s=sections[Section.BACKWARD].seconds + weight_s,
+        weight_s=weight_s,
     )
 
 
-def turns(row: Row) -> tuple[Turn, ...]:
-    """Sections and microbatches of a stage's row, up to where its memory repeats.
-
-    Behind the first backward every forward follows a backward: what is live repeats, so the row is
-    followed until two backwards are done.
-    """
-    found: list[Turn] = []
-    backwards = 0
-    for action in row:
-        found.append((_SECTIONS[action.kind], action.microbatch))
-        backwards += action.kind is Kind.BACKWARD
-        if backwards == 2:
-            break
-    return tuple(found)
+def _sent_bytes(sends: Sequence[Message], chunk: int) -> int:
+    return sum(
+        m.local_type.num_bytes for m in sends if m.peer == chunk and m.section is Section.FORWARD
+    )
 
 
 def section_program(program: Program, section: Section) -> Program:

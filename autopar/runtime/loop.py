@@ -32,10 +32,12 @@ class Built:
     Attributes:
         run: Takes a tensor for each program input, in order; returns `Program.results`.
         modules: The FX modules it runs.
+        doing: What it runs now, in words; empty where only the module says it.
     """
 
     run: Run
     modules: tuple[fx.GraphModule, ...]
+    doing: Callable[[], str] = str
 
 
 def build(

@@ -74,6 +74,7 @@ class Step:
         source: What it was built from.
         targets: The parameters that get a gradient.
         modules: The program as FX modules.
+        doing: What it runs now, in words; empty without a pipeline.
         has_run: Whether it has run to its end.
     """
 
@@ -96,6 +97,7 @@ class Step:
             built = build_stage(programs, source.stage, groups.axes, device)
         self.modules = built.modules
         self._call = built.run
+        self.doing = built.doing
         self._device = device
         self._paths = tuple(paths)
         self._inputs = {path: program_input(program, path) for path in paths}
@@ -173,14 +175,16 @@ class Step:
         wanted = self._instruction_of(error)
         programs = self.source.microbatches or (self.source.program,)
         by_name = {i.name: i for program in programs for i in program.instructions}
+        turn = self.doing()
         if wanted not in by_name:
-            return "a step"
+            return turn or "a step"
         instruction = by_name[wanted]
         if instruction.op == WAIT:
             instruction = by_name[instruction.operands[0].node]
         module = self.source.plan.modules.get(instruction.origin, "")
         where = f" of module {module!r}" if module else ""
-        return f"{instruction.op} {instruction.name!r}{where}"
+        op = f"{instruction.op} {instruction.name!r}{where}"
+        return f"{op} in {turn}" if turn else op
 
     def _instruction_of(self, error: BaseException) -> str | None:
         """Name of the instruction whose line of generated code raised."""

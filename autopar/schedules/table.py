@@ -116,12 +116,12 @@ class ScheduleSpec:
         """Most microbatches of chunks that each lane holds at once."""
         return tuple(self.live_bound(lane, size) for lane in range(size.lanes))
 
-    def check(self, size: Size, num_layers: int | None = None) -> None:
+    def check(self, size: Size, num_ops: int | None = None) -> None:
         """Refuse what the schedule cannot do.
 
         Args:
             size: What is asked for.
-            num_layers: Pieces that the model can be cut into; None where that is not known.
+            num_ops: Ops that the model can be cut between; None where that is not known.
 
         Raises:
             HintError: A number is no count.
@@ -135,10 +135,10 @@ class ScheduleSpec:
             if count < 1:
                 raise HintError(f"{where} with {count} {what}: it is a count; give 1 or more")
         self._check_chunks(size, where)
-        if num_layers is not None and size.num_chunks > num_layers:
+        if num_ops is not None and size.num_chunks > num_ops:
             raise UnsupportedError(
                 f"{where} with {size.lanes} stages of {size.chunks} chunks: the model has "
-                f"{num_layers} layers to cut it at; use fewer stages or chunks"
+                f"{num_ops} ops to cut it at; use fewer stages or chunks"
             )
         if self.whole_rounds and size.microbatches % size.lanes:
             below = size.microbatches // size.lanes * size.lanes

@@ -4,6 +4,8 @@ Forward nodes are cut in their order; what depends on the batch alone is made ag
 that reads it. A backward node runs where its forward op ran, or earlier if what it reads was made
 earlier: gradients flow against the stages only. A parameter belongs to the first stage that reads
 it; other stages receive it before the loop and send their part of its gradient back behind it.
+
+A stage here is a piece of the model; where ranks hold several, they are chunks of those ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.errors import HintError
 from autopar.ir.graph import PARAMETER, SOURCE_OPS, Node, Phase, Ref
 from autopar.ir.sharding import WHOLE, Partial, Sharding
 from autopar.plan.records import StagePlan, Transfer
@@ -49,16 +50,9 @@ def balanced_cuts(seconds: Sequence[float], num_stages: int) -> tuple[int, ...]:
 
     Args:
         seconds: Of each forward node, its backward included.
-        num_stages: Number of stages.
-
-    Raises:
-        HintError: There are fewer nodes than stages.
+        num_stages: Number of stages, at most as many as nodes.
     """
-    if num_stages > len(seconds):
-        raise HintError(
-            f"cannot cut {len(seconds)} ops into {num_stages} stages: every stage needs one; use "
-            "fewer stages"
-        )
+    assert num_stages <= len(seconds), f"{len(seconds)} nodes for {num_stages} stages"
     sums = [0.0, *itertools.accumulate(seconds)]
     count = len(seconds)
     best = [[float("inf")] * (count + 1) for _ in range(num_stages + 1)]
@@ -81,26 +75,35 @@ def balanced_cuts(seconds: Sequence[float], num_stages: int) -> tuple[int, ...]:
     return tuple(reversed(cuts))
 
 
-def split_stages(analysis: Analysis, plan: StagePlan, cuts: Sequence[int]) -> Pipeline:
+def split_stages(
+    analysis: Analysis,
+    plan: StagePlan,
+    cuts: Sequence[int],
+    lanes: Sequence[int] | None = None,
+) -> Pipeline:
     """A plan of the whole step cut into stages of the same mesh.
 
     Args:
         analysis: The step.
         plan: Shardings of the whole step.
         cuts: First positions of stages 1 and on in `forward_order`.
+        lanes: Group of ranks that holds each stage; by default one group each.
     """
-    return _Splitter(analysis, plan, cuts).run()
+    return _Splitter(analysis, plan, cuts, lanes or range(len(cuts) + 1)).run()
 
 
 class _Splitter:
     """Working state of `split_stages`."""
 
-    def __init__(self, analysis: Analysis, plan: StagePlan, cuts: Sequence[int]) -> None:
+    def __init__(
+        self, analysis: Analysis, plan: StagePlan, cuts: Sequence[int], lanes: Sequence[int]
+    ) -> None:
         self.analysis = analysis
         self.graph = analysis.graph
         self.plan = plan
         self.plans = {node.name: node for node in plan.nodes}
         self.num_stages = len(cuts) + 1
+        self.lanes = lanes
         bounds = [*cuts, len(forward_order(analysis))]
         self.home: dict[str, int] = {}
         stage = 0
@@ -124,7 +127,7 @@ class _Splitter:
                     self.plan,
                     nodes=nodes,
                     parameters=owned,
-                    first_rank=self.plan.first_rank + stage * self.plan.mesh.num_ranks,
+                    first_rank=self.plan.first_rank + self.lanes[stage] * self.plan.mesh.num_ranks,
                 )
             )
         return Pipeline(tuple(stages), transfers)
@@ -235,7 +238,8 @@ class _Splitter:
             found[root, stage] = Transfer(
                 value=str(root), source=source, target=stage, sharding=sharding
             )
-        return tuple(found.values())
+        place = {node.name: position for position, node in enumerate(self.graph.nodes)}
+        return tuple(found[key] for key in sorted(found, key=lambda k: (place[k[0].node], *k)))
 
     def _made_on(
         self, root: Ref, owners: Mapping[str, int], members: Sequence[set[str]]

@@ -193,15 +193,22 @@ CASES: dict[str, Case] = {
         HintError,
         ("'1f1bb'", "did you mean '1f1b'"),
     ),
-    "schedule of several chunks": (
-        lambda: compile_mlp(hint.degrees(pp=2), hint.schedule("interleaved")),
-        UnsupportedError,
-        ("'interleaved'", "one chunk a stage", "1f1b"),
+    "more chunks than ops": (
+        lambda: compile_mlp(hint.degrees(pp=2), hint.schedule("interleaved", chunks=40)),
+        HintError,
+        ("2 stages of 40 chunks", "ops", "fewer stages or chunks"),
     ),
-    "schedule of split backwards": (
-        lambda: compile_mlp(hint.degrees(pp=2), hint.schedule("zb-h1")),
+    "chunks where a stage has one": (
+        lambda: compile_mlp(hint.degrees(pp=2), hint.schedule("1f1b", chunks=2)),
         UnsupportedError,
-        ("'zb-h1'", "each backward as one", "gpipe"),
+        ("'1f1b'", "2 chunks a stage", "'interleaved'"),
+    ),
+    "microbatches that are no whole rounds": (
+        lambda: compile_mlp(
+            hint.degrees(pp=2), hint.schedule("interleaved"), hint.microbatches(3)
+        ),
+        UnsupportedError,
+        ("3 microbatches on 2 stages", "use 2 or 4 microbatches"),
     ),
     "expert degree": (
         lambda: compile_mlp(hint.degrees(ep=2)),

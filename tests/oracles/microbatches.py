@@ -1,14 +1,16 @@
-"""Runs programs of several microbatches, section by section, all ranks in lockstep."""
+"""Runs programs of several microbatches and of pipelines, all ranks in lockstep."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from autopar.ir.graph import Ref
-from autopar.lower.program import ACCUMULATE, LOOP, Program, Section
+from autopar.lower.program import ACCUMULATE, LOOP, Message, Program, Section
+from autopar.lower.segments import Segment, segments
+from autopar.lower.unroll import Row, Turn, lives
 from tests.oracles.lockstep import Env, run_instructions, start
 
 
@@ -40,41 +42,138 @@ def run_microbatches(
     return envs
 
 
+@dataclass
+class Lane:
+    """The ranks that run one row, and how far they are.
+
+    Attributes:
+        variants: For every microbatch, the program of every rank.
+        row: Their turns.
+        envs: What every rank holds outside the loop; ``local`` what it holds of a microbatch.
+        most_live: Most microbatches of chunks between their forward and their last backward.
+    """
+
+    variants: Sequence[Sequence[Program]]
+    row: Row
+    envs: list[Env]
+    at: int = 0
+    most_live: int = 0
+
+    def __post_init__(self) -> None:
+        first = self.variants[0][0]
+        before, behind = (segments(first, s) for s in (Section.PROLOGUE, Section.EPILOGUE))
+        self.events: list[Segment | Turn] = [*before, *self.row, *behind]
+        self.lives = lives(first, self.row)
+        self.first_turn = len(before)
+        self.totals: list[Env] = [{} for _ in self.envs]
+        self.local: dict[int, list[Env]] = {}
+        self.live: set[tuple[int, int]] = set()
+
+    @property
+    def ended(self) -> bool:
+        return self.at == len(self.events)
+
+    def advance(self, mail: Mail) -> bool:
+        """Run the next event if its messages are there."""
+        event = self.events[self.at]
+        turn = event if isinstance(event, Turn) else None
+        number = 0 if turn is None else turn.microbatch
+        programs = self.variants[min(number, len(self.variants) - 1)]
+        envs = self.envs if turn is None else self._envs_of(turn)
+        for messages in zip(*(_arriving(p, event) for p in programs), strict=True):
+            if (messages[0].number, number) not in mail:
+                return False
+        for rank, (program, env) in enumerate(zip(programs, envs, strict=True)):
+            for message in _arriving(program, event):
+                env[message.ref] = mail[message.number, number].pop(rank)
+                assert tuple(env[message.ref].shape) == message.local_type.shape
+        if turn is None and self.at >= self.first_turn:
+            for env, total in zip(self.envs, self.totals, strict=True):
+                env.update(total)
+        run_instructions([_part(p, event) for p in programs], envs)
+        for rank, (program, env) in enumerate(zip(programs, envs, strict=True)):
+            for message in _leaving(program, event):
+                mail.setdefault((message.number, number), {})[rank] = env[message.ref]
+        if turn is not None:
+            self._end(turn, programs, envs)
+        self.at += 1
+        return True
+
+    def _envs_of(self, turn: Turn) -> list[Env]:
+        """What a turn sees: the values of its microbatch, and those outside the loop."""
+        local = self.local.setdefault(turn.microbatch, [{} for _ in self.envs])
+        return [
+            {**env, **own, Ref("#microbatch"): torch.tensor(turn.microbatch)}
+            for env, own in zip(self.envs, local, strict=True)
+        ]
+
+    def _end(self, turn: Turn, programs: Sequence[Program], envs: list[Env]) -> None:
+        """Keep what later turns read, and no more; join what is added up."""
+        position = self.at - self.first_turn
+        backward = {i.section for i in programs[0].instructions if i.chunk == turn.chunk}
+        last = max(backward & set(LOOP), key=LOOP.index, default=turn.section)
+        if turn.section is Section.FORWARD:
+            self.live.add((turn.chunk, turn.microbatch))
+            self.most_live = max(self.most_live, len(self.live))
+        if turn.section is last:
+            self.live.discard((turn.chunk, turn.microbatch))
+        for env, total in zip(envs, self.totals, strict=True):
+            for ref in self.lives.joins[position]:
+                seen = total.get(ref)
+                total[ref] = env[ref] if seen is None else seen + env[ref]
+        until, m = self.lives.until, turn.microbatch
+        for rank, env in enumerate(envs):
+            inner = {ref: value for ref, value in env.items() if ref not in self.envs[rank]}
+            self.local[m][rank] = {
+                r: v for r, v in inner.items() if until.get((r, m), -1) > position
+            }
+            if self.variants[0][0].microbatches == 1:  # the epilogue reads them as they are
+                self.envs[rank].update({r: v for r, v in inner.items() if (r, m) not in until})
+
+
+Mail = dict[tuple[int, int], dict[int, torch.Tensor]]
+"""(transfer, microbatch) to the piece for every rank."""
+
+
 def run_pipeline(
-    variants: Sequence[Sequence[Sequence[Program]]], tensors: Mapping[str, torch.Tensor]
-) -> list[list[Env]]:
-    """Values of every rank of every stage, microbatches one after the other.
+    lanes: Sequence[tuple[Sequence[Sequence[Program]], Row]], tensors: Mapping[str, torch.Tensor]
+) -> list[Lane]:
+    """Every lane behind its last action: each runs its row as soon as its messages are there.
 
     Args:
-        variants: For every stage and microbatch, the program of every rank.
+        lanes: For every lane: for every microbatch, the program of every rank; and its row.
         tensors: Whole tensor of every program input, by input name.
     """
-    stages = range(len(variants))
-    first = [stage[0] for stage in variants]
-    envs = [start(programs, tensors) for programs in first]
-    for s in stages:
-        run_instructions([_section(p, Section.PROLOGUE) for p in first[s]], envs[s])
-        _pass_on(first, envs, s, Section.PROLOGUE)
-    totals: list[list[dict[Ref, torch.Tensor]]] = [[{} for _ in p] for p in first]
-    several = len(variants[0]) > 1
-    for number in range(len(variants[0])):
-        local = [[dict(env) for env in own] for own in envs] if several else envs
-        programs = [stage[number] for stage in variants]
-        for section, order in zip(LOOP, (stages, reversed(stages)), strict=True):
-            for s in order:
-                for env in local[s]:
-                    env[Ref("#microbatch")] = torch.tensor(number)
-                run_instructions([_section(p, section) for p in programs[s]], local[s])
-                _pass_on(programs, local, s, section)
-        for s in stages:
-            for program, env, total in zip(programs[s], local[s], totals[s], strict=True):
-                _add_up(program, env, total)
-    for s in reversed(stages):
-        for env, total in zip(envs[s], totals[s], strict=True):
-            env.update(total)
-        run_instructions([_section(p, Section.EPILOGUE) for p in first[s]], envs[s])
-        _pass_on(first, envs, s, Section.EPILOGUE)
-    return envs
+    found = [Lane(variants, row, start(variants[0], tensors)) for variants, row in lanes]
+    mail: Mail = {}
+    while not all(lane.ended for lane in found):
+        moved = [lane.advance(mail) for lane in found if not lane.ended]
+        assert any(moved), [str(lane.events[lane.at])[:200] for lane in found if not lane.ended]
+    assert not any(mail.values()), "messages nobody took"
+    return found
+
+
+def _arriving(program: Program, event: Segment | Turn) -> Sequence[Message]:
+    if isinstance(event, Segment):
+        wanted = {m.number for m in event.takes}
+        return [m for m in program.receives if m.number in wanted]
+    return [m for m in program.receives if (m.section, m.chunk) == event[:2]]
+
+
+def _leaving(program: Program, event: Segment | Turn) -> Sequence[Message]:
+    if isinstance(event, Segment):
+        wanted = {m.number for m in event.gives}
+        return [m for m in program.sends if m.number in wanted]
+    return [m for m in program.sends if (m.section, m.chunk) == event[:2]]
+
+
+def _part(program: Program, event: Segment | Turn) -> Program:
+    if isinstance(event, Segment):
+        wanted = {i.name for i in event.instructions}
+        chosen = tuple(i for i in program.instructions if i.name in wanted)
+    else:
+        chosen = tuple(i for i in program.instructions if (i.section, i.chunk) == event[:2])
+    return replace(program, instructions=chosen)
 
 
 def _add_up(program: Program, env: Env, total: dict[Ref, torch.Tensor]) -> None:
@@ -83,21 +182,6 @@ def _add_up(program: Program, env: Env, total: dict[Ref, torch.Tensor]) -> None:
             ref = instruction.operands[0]
             seen = total.get(ref)
             total[ref] = env[ref] if seen is None else seen + env[ref]
-
-
-def _pass_on(
-    programs: Sequence[Sequence[Program]], envs: list[list[Env]], stage: int, section: Section
-) -> None:
-    """Deliver what a stage sends behind a section to its peers on other stages."""
-    for rank, program in enumerate(programs[stage]):
-        for message in program.sends:
-            if message.section is not section:
-                continue
-            peer = programs[message.stage][rank]
-            taken = next(r for r in peer.receives if r.value == message.value and r.stage == stage)
-            piece = envs[stage][rank][message.ref]
-            assert tuple(piece.shape) == taken.local_type.shape
-            envs[message.stage][rank][taken.ref] = piece
 
 
 def _section(program: Program, section: Section) -> Program:

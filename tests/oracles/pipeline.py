@@ -12,22 +12,25 @@ from autopar.capture.batch import flatten_batch
 from autopar.capture.interpret import source_values
 from autopar.cost.node import axis_seconds
 from autopar.ir.graph import Ref
+from autopar.lower.chunks import lower_chunks, on_one_rank
 from autopar.lower.overlap import overlap
 from autopar.lower.program import Program
-from autopar.lower.spmd import Crossing, lower
+from autopar.lower.rows import turns_of
+from autopar.lower.spmd import lower
+from autopar.lower.unroll import Row
 from autopar.plan.records import StagePlan
+from autopar.schedules.table import schedule_named
 from autopar.search.analysis import Analysis
 from autopar.search.stages import Pipeline
 from cost_models.cluster import Cluster
 from tests.oracles.lockstep import join, run_lockstep
-from tests.oracles.microbatches import run_microbatches, run_pipeline
+from tests.oracles.microbatches import Lane, run_microbatches, run_pipeline
 
 
 def variants_of(
     analysis: Analysis,
     stage: StagePlan,
     collective_s: Callable[[str, int, int], float],
-    crossing: Crossing | None = None,
 ) -> list[list[Program]]:
     """For every microbatch, the program of every rank."""
     mesh = stage.mesh
@@ -39,7 +42,6 @@ def variants_of(
                 stage,
                 mesh.coordinates(r) + ((m,) if mesh.time_axis is not None else ()),
                 collective_s,
-                crossing,
             )
             for r in range(mesh.num_ranks)
         ]
@@ -96,21 +98,51 @@ def assert_pipeline_exact(
     analysis: Analysis,
     pipeline: Pipeline,
     captured: Any,
+    schedule: str = "1f1b",
     tolerance: float = 1e-5,
-) -> list[list[Program]]:
-    """Loss and every gradient of a pipeline equal one process; the programs of each stage."""
+) -> list[Lane]:
+    """Loss and every gradient of a pipeline equal one process; its lanes, at their end."""
+    lanes = lanes_of(analysis, pipeline, schedule)
+    found = run_pipeline(lanes, _values(model, batch, analysis, captured))
+    ended = [(lane.variants[0], lane.envs) for lane in found]
+    _compare((model, batch, loss), analysis, ended, tolerance)
+    return found
+
+
+def lanes_of(
+    analysis: Analysis, pipeline: Pipeline, schedule: str
+) -> list[tuple[list[list[Program]], Row]]:
+    """For every lane: for every microbatch, the program of every rank; and its row."""
     mesh = pipeline.stages[0].mesh
-    cluster = Cluster.local(mesh.num_ranks)
-    seconds = axis_seconds(cluster, mesh)
-    variants = [
-        variants_of(analysis, stage, seconds, Crossing(number, pipeline.transfers))
-        for number, stage in enumerate(pipeline.stages)
+    seconds = axis_seconds(Cluster.local(mesh.num_ranks), mesh)
+    lanes = [stage.first_rank // mesh.num_ranks for stage in pipeline.stages]
+    num_lanes = max(lanes) + 1
+    rows = turns_of(schedule, num_lanes, len(lanes) // num_lanes, mesh.microbatches)
+
+    def program(lane: int, rank: int, number: int) -> Program:
+        held = {n: s for n, s in enumerate(pipeline.stages) if lanes[n] == lane}
+        place = mesh.coordinates(rank) + ((number,) if mesh.time_axis is not None else ())
+        programs = lower_chunks(
+            analysis.graph,
+            analysis.rules,
+            held,
+            place,
+            seconds,
+            pipeline.transfers,
+            splits_backward=schedule_named(schedule).splits_backward,
+        )
+        return on_one_rank(programs, held)
+
+    return [
+        (
+            [
+                [program(lane, r, m) for r in range(mesh.num_ranks)]
+                for m in range(mesh.microbatches)
+            ],
+            rows[lane],
+        )
+        for lane in range(num_lanes)
     ]
-    envs = run_pipeline(variants, _values(model, batch, analysis, captured))
-    first = [stage[0] for stage in variants]
-    stages = list(zip(first, envs, strict=True))
-    _compare((model, batch, loss), analysis, stages, tolerance)
-    return first
 
 
 def _values(

@@ -10,6 +10,7 @@ from autopar.capture import capture_step
 from autopar.cost.node import NodeCost, axis_seconds
 from autopar.ir.sharding import Mesh
 from autopar.lower.program import Program, Section
+from autopar.schedules.table import schedule_named
 from autopar.search.analysis import Analysis, analyse
 from autopar.search.build import StateBytes, build_problem, decode
 from autopar.search.intra import solve
@@ -25,7 +26,11 @@ DATA = Mesh(("dp",), (2,), roles=("dp",))
 
 
 def pipeline(
-    built: Built, mesh: Mesh, num_stages: int, cuts: tuple[int, ...] | None = None
+    built: Built,
+    mesh: Mesh,
+    num_stages: int,
+    cuts: tuple[int, ...] | None = None,
+    schedule: str = "1f1b",
 ) -> list[list[Program]]:
     model, batch, loss = built
     captured = capture_step(model, batch, loss, grad=True)
@@ -36,20 +41,24 @@ def pipeline(
     problem = build_problem(analysis, mesh, cost, states, Restrictions())
     whole = decode(problem, analysis, solve(problem.problem))
     where = cuts or balanced_cuts([1.0] * len(forward_order(analysis)), num_stages)
-    found = split_stages(analysis, whole, where)
-    programs = assert_pipeline_exact(*built, analysis, found, captured)
+    spec = schedule_named(schedule)
+    num_lanes = num_stages // max(spec.least_chunks, 1)
+    lanes = [spec.lane_of_chunk(chunk, num_lanes) for chunk in range(num_stages)]
+    found = split_stages(analysis, whole, where, lanes)
+    ended = assert_pipeline_exact(*built, analysis, found, captured, schedule)
+    programs = [list(lane.variants[0]) for lane in ended]
     verify_directions(programs)
     return programs
 
 
 def verify_directions(stages: list[list[Program]]) -> None:
     """In the loop, forward values flow down the stages and gradients up: no cycle, no hang."""
-    for number, programs in enumerate(stages):
+    for programs in stages:
         for message in programs[0].receives:
             if message.section is Section.FORWARD:
-                assert message.stage < number
+                assert message.peer < message.chunk
             if message.section is Section.EPILOGUE:
-                assert message.stage > number
+                assert message.peer > message.chunk
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 4])

@@ -122,12 +122,12 @@ def test_what_the_schedule_cannot_do_is_refused(
         SCHEDULES[name].generate(*numbers)
 
 
-def test_more_stages_than_layers_are_refused() -> None:
+def test_more_stages_than_ops_are_refused() -> None:
     spec = SCHEDULES["interleaved"]
     size = Size(lanes=4, chunks=2, microbatches=8)
-    spec.check(size, num_layers=8)
-    with pytest.raises(UnsupportedError, match="4 stages of 2 chunks: the model has 7 layers"):
-        spec.check(size, num_layers=7)
+    spec.check(size, num_ops=8)
+    with pytest.raises(UnsupportedError, match="4 stages of 2 chunks: the model has 7 ops"):
+        spec.check(size, num_ops=7)
 
 
 def test_an_unknown_name_meets_the_near_one() -> None:

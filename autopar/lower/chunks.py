@@ -1,0 +1,124 @@
+"""The chunks that one rank of a pipeline holds, as one program.
+
+Every chunk is lowered on its own; what one of them sends to another on the same rank is the same
+value in both, so that it is neither sent nor copied. Inputs that several read enter once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from autopar.cost.reshard import CollectiveSeconds
+from autopar.ir.graph import Graph, Ref
+from autopar.lower.overlap import overlap
+from autopar.lower.program import Instruction, Message, Program
+from autopar.lower.spmd import Crossing, lower
+from autopar.lower.unroll import with_refs
+from autopar.plan.records import StagePlan, Transfer
+from autopar.rules.notation import Rule
+
+
+def lower_chunks(
+    graph: Graph,
+    rules: Mapping[str, Rule],
+    chunks: Mapping[int, StagePlan],
+    coordinates: Sequence[int],
+    collective_s: CollectiveSeconds,
+    transfers: tuple[Transfer, ...],
+    *,
+    splits_backward: bool,
+) -> tuple[Program, ...]:
+    """The program of every chunk of a rank, in their order.
+
+    Args:
+        graph: The captured step.
+        rules: Rule of every node that is not a source.
+        chunks: Number and shardings of the chunks that the rank holds.
+        coordinates: The rank's coordinates on their mesh.
+        collective_s: Prices collectives.
+        transfers: Everything that crosses chunks.
+        splits_backward: Whether their schedule runs weight gradients apart.
+    """
+    first = min(chunks)
+    return tuple(
+        overlap(
+            lower(
+                graph,
+                rules,
+                chunk,
+                coordinates,
+                collective_s,
+                Crossing(
+                    chunk=number,
+                    transfers=transfers,
+                    splits_backward=splits_backward,
+                    suffix="" if number == first else f".{number}",
+                ),
+            )
+        )
+        for number, chunk in sorted(chunks.items())
+    )
+
+
+def on_one_rank(programs: Sequence[Program], chunks: Collection[int]) -> Program:
+    """The programs of a rank's chunks as one.
+
+    Args:
+        programs: As of `lower_chunks`.
+        chunks: Their numbers.
+    """
+    if len(programs) == 1:
+        return programs[0]
+    sent = {m.number: m.ref for p in programs for m in p.sends if m.peer in chunks}
+    taken = {m.ref: sent[m.number] for p in programs for m in p.receives if m.peer in chunks}
+    change = {ref: _source(ref, taken) for ref in taken}
+
+    def now(ref: Ref) -> Ref:
+        return change.get(ref, ref)
+
+    def remote(messages: Sequence[Message]) -> list[Message]:
+        return [replace(m, ref=now(m.ref)) for m in messages if m.peer not in chunks]
+
+    losses = [p.loss for p in programs if p.loss is not None]
+    assert len(losses) <= 1, losses
+    inputs = {item.name: item for p in programs for item in p.inputs}
+    aux = {name: now(ref) for p in programs for name, ref in p.aux}
+    instructions = [with_refs(i, change) if change else i for p in programs for i in p.instructions]
+    return replace(
+        programs[0],
+        inputs=tuple(inputs.values()),
+        instructions=tuple(_in_order(instructions)),
+        loss=now(losses[0]) if losses else None,
+        aux=tuple(aux.items()),
+        gradients={name: now(ref) for p in programs for name, ref in p.gradients.items()},
+        mutations={name: now(ref) for p in programs for name, ref in p.mutations.items()},
+        sends=tuple(m for p in programs for m in remote(p.sends)),
+        receives=tuple(m for p in programs for m in remote(p.receives)),
+    )
+
+
+def _source(ref: Ref, taken: Mapping[Ref, Ref]) -> Ref:
+    """The value that a received one is, through any number of chunks."""
+    while ref in taken:
+        ref = taken[ref]
+    return ref
+
+
+def _in_order(instructions: Sequence[Instruction]) -> Iterator[Instruction]:
+    """The instructions, each behind what it reads: epilogues read those of later chunks."""
+    by_name = {i.name: i for i in instructions}
+    done: set[str] = set()
+    for instruction in instructions:
+        stack = [instruction]
+        while stack:
+            now = stack[-1]
+            missing = (by_name[r.node] for r in now.operands if r.node in by_name)
+            before = next((i for i in missing if i.name not in done), None)
+            if before is not None:
+                stack.append(before)
+                continue
+            stack.pop()
+            if now.name not in done:
+                done.add(now.name)
+                yield now
