@@ -57,7 +57,7 @@ def verify_directions(stages: list[list[Program]]) -> None:
         for message in programs[0].receives:
             if message.section is Section.FORWARD:
                 assert message.peer < message.chunk
-            if message.section is Section.EPILOGUE:
+            if message.section is Section.BACKWARD:
                 assert message.peer > message.chunk
 
 
