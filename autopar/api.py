@@ -22,7 +22,7 @@ from autopar.capture.cache import RememberedCaptures, stored_capture
 from autopar.cost.node import axis_seconds
 from autopar.errors import AutoparError, PlanError, UnsupportedError
 from autopar.hint import Hint
-from autopar.ir.graph import Graph, Node, Ref
+from autopar.ir.graph import KEY, Graph, Node, Ref
 from autopar.ir.sharding import Mesh
 from autopar.lower.chunks import lower_chunks, on_one_rank
 from autopar.lower.program import Program
@@ -249,6 +249,7 @@ class _Compiler:
             constants=captured.constants,
             returns_dict=bool(captured.graph.aux),
             batch_dims=captured.graph.batch_dims,
+            draws=any(captured.graph.sources(KEY)),
         )
 
     def _phase(self, name: str, work: Callable[[], Any]) -> Any:
@@ -365,6 +366,7 @@ class _Compiler:
             groups = self.session.groups(space)
         else:
             groups, self.peers = self.session.stage_groups(space, plan.num_stages)
+        seed = self._seed()
         state = shard_model(
             self.job.model,
             stored={
@@ -375,12 +377,12 @@ class _Compiler:
             coordinates=coordinates,
             device=self.session.device,
             init=self.job.init,
-            seed=self._seed(),
+            seed=seed,
         )
         if len(plan.stages) > 1:
             own = {p.name for chunk in chunks for p in chunk.parameters}
             state = _owned(state, own, captured.graph.aliases)
-        parallel.adopt(plan, groups, state, self.job.spec.state_bytes)
+        parallel.adopt(plan, groups, state, self.job.spec.state_bytes, seed=seed)
 
     def _seed(self) -> int:
         """The seed of the options, or rank 0's."""

@@ -140,7 +140,7 @@ def build_model(file: ConfigFile, wanted: Wanted) -> ConfiguredModel:
         AutoparError: The configuration describes no model, or the batch is none that it takes.
     """
     config = _config(file)
-    notes = [*file.notes, *_without_dropout(config)]
+    notes = list(file.notes)
     config.use_cache = False
     name = _dtype_name(file, wanted)
     if name != "fp32" and wanted.dtype is None:
@@ -222,21 +222,6 @@ def _dtype_name(file: ConfigFile, wanted: Wanted) -> str:
     said = file.content.get("dtype") or file.content.get("torch_dtype") or "float32"
     by_torch = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
     return by_torch.get(str(said), "fp32")
-
-
-def _without_dropout(config: Any) -> tuple[str, ...]:
-    """Set every dropout of a config to 0, and say so."""
-    active = {
-        key: value
-        for key, value in config.to_dict().items()
-        if ("dropout" in key or "pdrop" in key) and isinstance(value, float) and value > 0
-    }
-    for key in active:
-        setattr(config, key, 0.0)
-    if not active:
-        return ()
-    said = ", ".join(f"{key}={value}" for key, value in active.items())
-    return (f"dropout is not supported yet and was set to 0 (the config has {said})",)
 
 
 def _batch(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import tempfile
@@ -16,12 +17,17 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from autopar.api import compile as compile_parallel
+from autopar.capture.keyed import keyed
 from autopar.hint import Hint
 from autopar.inputs import Subject, load_cluster, load_subject, parse_hints
+from autopar.options import Options
 from autopar.plan.text import add_row, table
 from autopar.plan.wording import fold_names
 from autopar.runtime.clip import clip_grad_norm_
 from autopar.spawn import Event, run_workers, work
+
+SEED = 0
+"""Seed of what the model draws, in both runs."""
 
 SIZE_FLOOR = 0.1
 """Tensors whose largest element is smaller are compared as if it were this large."""
@@ -244,12 +250,15 @@ def _full(value: Any) -> Tensor:
 
 
 def _reference(subject: Subject, steps: int, tell: Callable[..., None]) -> Trace:
+    numbers = itertools.count()
+
     def step() -> Tensor:
-        if subject.loss is None:
-            found = _call(subject.model, subject.batch)
-            found = found if isinstance(found, Tensor) else found.loss
-        else:
-            found = subject.loss(subject.model, subject.batch)
+        with keyed(subject.model, SEED, next(numbers)):
+            if subject.loss is None:
+                found = _call(subject.model, subject.batch)
+                found = found if isinstance(found, Tensor) else found.loss
+            else:
+                found = subject.loss(subject.model, subject.batch)
         loss: Tensor = found[0] if isinstance(found, tuple) else found
         return loss
 
@@ -279,6 +288,7 @@ def _parallel(
         loss=subject.loss,
         hints=hints,
         plan=spec["plan"],
+        options=Options(seed=SEED),
     )
 
     def step() -> Tensor:

@@ -49,14 +49,25 @@ def _grouped(tensor: Tensor, groups: int) -> Tensor:
 
 
 def math_forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    factors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention by its definition, in the precision of ``lse``."""
+    """Attention by its definition, in the precision of ``lse``.
+
+    ``factors`` ``[b, hq, s, t]`` are what a dropout multiplies the weights by.
+    """
     high = lse_dtype(q.dtype)
     scores = _scores(q.to(high), k.to(high), mask, causal, scale)
     lse = scores.logsumexp(-1)
     lse = lse.masked_fill(lse == -math.inf, 0.0)
     weights = (scores - lse.unsqueeze(-1)).exp()
+    if factors is not None:
+        weights = weights * _grouped(factors, k.shape[1])
     out = (weights @ v.to(high).unsqueeze(2)).flatten(1, 2)
     return out.to(q.dtype), lse.flatten(1, 2)
 
@@ -71,6 +82,7 @@ def math_backward(
     lse: Tensor,
     causal: bool,
     scale: float,
+    factors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and of the scores, which is ``[b, hq, s, t]``."""
     high, groups = lse_dtype(q.dtype), k.shape[1]
@@ -79,10 +91,15 @@ def math_backward(
     ).exp()
     grad = _grouped(grad_out.to(high), groups)
     delta = (grad * _grouped(out.to(high), groups)).sum(-1, keepdim=True)
-    dscores = weights * (grad @ v.to(high).unsqueeze(2).transpose(-1, -2) - delta)
+    dweights = grad @ v.to(high).unsqueeze(2).transpose(-1, -2)
+    kept = weights
+    if factors is not None:
+        own = _grouped(factors, groups)
+        dweights, kept = dweights * own, weights * own
+    dscores = weights * (dweights - delta)
     dq = (dscores @ k.to(high).unsqueeze(2)).flatten(1, 2) * scale
     dk = (dscores.transpose(-1, -2) @ _grouped(q.to(high), groups)).sum(2) * scale
-    dv = (weights.transpose(-1, -2) @ grad).sum(2)
+    dv = (kept.transpose(-1, -2) @ grad).sum(2)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dscores.flatten(1, 2)
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from autopar.capture.ops import resolve, to_torch
-from autopar.ir.graph import SOURCE_OPS, Graph, Node, Ref
+from autopar.capture.random import make_key
+from autopar.ir.graph import CONSTANT, KEY, SOURCE_OPS, Graph, Node, Ref
 
 
 def run_graph(
@@ -17,6 +18,8 @@ def run_graph(
     constants: Mapping[str, torch.Tensor],
     *,
     device: torch.device | str = "cpu",
+    seed: int = 0,
+    step: int = 0,
 ) -> dict[Ref, torch.Tensor]:
     """Every value of the graph.
 
@@ -25,11 +28,15 @@ def run_graph(
         values: Tensor of every parameter, buffer and input node, by the node's name.
         constants: ``Captured.constants``.
         device: What device constants mean.
+        seed: Seed of random ops.
+        step: Step of random ops.
     """
     env: dict[Ref, Any] = {}
     for node in graph.nodes:
-        if node.op == "constant":
+        if node.op == CONSTANT:
             env[Ref(node.name)] = constants[node.target].to(device)
+        elif node.op == KEY:
+            env[Ref(node.name)] = make_key(seed, step)
         elif node.op in SOURCE_OPS:
             env[Ref(node.name)] = values[node.name]
     run_nodes(graph.nodes, env, device)

@@ -19,10 +19,15 @@ from autopar.capture.indexing import run_of
 from autopar.capture.interpret import run_nodes
 from autopar.capture.simplify import Builder, Draft, Rewrite
 from autopar.capture.views import reshape
-from autopar.ir.graph import BUFFER, CONSTANT, INPUT, PARAMETER, Node, Ref, TensorType, refs_in
+from autopar.ir.graph import BUFFER, CONSTANT, INPUT, KEY, PARAMETER, Node, Ref, TensorType, refs_in
 
-_MASK_POSITIONS = {"autopar.attention.default": 3, "autopar.attention_backward.default": 4}
-"""Where attention's mask is; the causal flag is the last argument but one."""
+_POSITIONS = {
+    "autopar.attention.default": (3, 4),
+    "autopar.attention_backward.default": (4, 7),
+    "autopar.attention_dropout.default": (3, 4),
+    "autopar.attention_dropout_backward.default": (4, 7),
+}
+"""Where attention's mask and its causal flag are."""
 
 _ANDS = ("aten.bitwise_and.Tensor", "aten.logical_and.default")
 
@@ -49,7 +54,7 @@ def mask_rewrites(constants: Mapping[str, Tensor]) -> Mapping[str, Rewrite]:
     """
     folded: dict[tuple[Ref, Scores], tuple[Ref | None, bool]] = {}
 
-    def rewriter(position: int) -> Rewrite:
+    def rewriter(position: int, flag: int) -> Rewrite:
         def rewrite(builder: Builder, draft: Draft) -> tuple[Ref, ...] | None:
             mask = draft.args[position]
             if isinstance(mask, Ref):
@@ -59,13 +64,13 @@ def mask_rewrites(constants: Mapping[str, Tensor]) -> Mapping[str, Rewrite]:
                     folded[mask, scores] = _fold(builder, draft, mask, scores, constants)
                 left, causal = folded[mask, scores]
                 args = list(draft.args)
-                args[position], args[-2] = left, bool(args[-2]) or causal
+                args[position], args[flag] = left, bool(args[flag]) or causal
                 draft.args = tuple(args)
             return None
 
         return rewrite
 
-    return {op: rewriter(position) for op, position in _MASK_POSITIONS.items()}
+    return {op: rewriter(*positions) for op, positions in _POSITIONS.items()}
 
 
 def _fold(
@@ -149,7 +154,7 @@ def constant_ancestors(drafts: Sequence[Draft], value: Ref) -> list[int] | None:
         if number not in needed:
             continue
         draft = drafts[number]
-        if draft.op in (PARAMETER, BUFFER, INPUT):
+        if draft.op in (PARAMETER, BUFFER, INPUT, KEY):
             return None
         found.append(number)
         for arg in (*draft.args, *(arg for _, arg in draft.kwargs)):

@@ -8,9 +8,14 @@ from typing import Any
 
 import torch
 
-from autopar.capture import attention, onehot  # noqa: F401  (they define autopar's own ops)
+from autopar.capture import (  # noqa: F401  (they define autopar's own ops)
+    attention,
+    attention_dropout,
+    onehot,
+    random,
+)
 from autopar.errors import CaptureError
-from autopar.ir.graph import Arg, Const, Ref
+from autopar.ir.graph import STREAM, Arg, Const, Ref
 
 TorchOp = Callable[..., Any]
 
@@ -104,6 +109,8 @@ def constant_to_torch(arg: Const, device: torch.device | str) -> Any:
     """The torch object of a constant argument; every device constant means ``device``."""
     if arg.kind == "device":
         return torch.device(device)
+    if arg.kind == STREAM:
+        return arg.value
     if arg.kind == "complex":
         return complex(arg.value)
     return getattr(torch, arg.value)

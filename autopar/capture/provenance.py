@@ -59,6 +59,10 @@ class Provenance:
             self._failed = (error, self._running[-1])
         self._running.pop()
 
+    def path(self) -> str:
+        """Path of the module that runs."""
+        return self._running[-1]
+
     def failed(self, error: BaseException) -> Source:
         """The innermost module that an error left, and the line that raised it."""
         path = self._failed[1] if self._failed[0] is error else ""

@@ -24,7 +24,7 @@ from autopar.capture.refusals import Refusal, refusal_of
 from autopar.capture.shapes import Shapes
 from autopar.capture.tape import LIFT, Tape, storage_id
 from autopar.errors import CaptureError, UnsupportedError
-from autopar.ir.graph import CONSTANT, Arg, Const, Phase, Ref, Source, refs_in
+from autopar.ir.graph import CONSTANT, STREAM, Arg, Const, Phase, Ref, Source, refs_in
 
 Decompositions = Mapping[Any, Callable[..., Any]]
 
@@ -59,6 +59,7 @@ class _OpFacts:
         mutable: It writes to an operand.
         refusal: Why it cannot be captured, given its arguments.
         cached: Its output shapes follow from its operands' layouts.
+        stream: Position of the name of what it draws; None if it draws nothing.
     """
 
     name: str
@@ -66,6 +67,7 @@ class _OpFacts:
     mutable: bool
     refusal: Refusal | None
     cached: bool
+    stream: int | None
 
     @staticmethod
     def of(func: Any, decompositions: Decompositions) -> _OpFacts:
@@ -79,7 +81,21 @@ class _OpFacts:
             mutable=mutable,
             refusal=refusal_of(func),
             cached=name.startswith(_OWN) and not mutable and func is not LIFT,
+            stream=_stream_position(func),
         )
+
+
+def _with_stream(read: tuple[Arg, ...], position: int) -> tuple[Arg, ...]:
+    """The arguments with the name of what is drawn marked as such."""
+    name = Const(STREAM, str(read[position]))
+    return (*read[:position], name, *read[position + 1 :])
+
+
+def _stream_position(func: Any) -> int | None:
+    if func.namespace != "autopar":
+        return None
+    names = [argument.name for argument in func._schema.arguments]
+    return names.index(STREAM) if STREAM in names else None
 
 
 def _is_composite(name: str) -> bool:
@@ -142,6 +158,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             args, kwargs = self._faked(args), self._faked(kwargs)
         key: list[Any] = [func]
         read = self._read(args, key)
+        if facts.stream is not None:
+            read = _with_stream(read, facts.stream)
         named = self._named(kwargs, key) if kwargs else {}
         if func in _STORAGE_VIEWS:
             named["operand_stride"] = args[0].stride()

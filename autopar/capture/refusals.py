@@ -22,8 +22,8 @@ def refusal_of(op: Any) -> Refusal | None:
 
 def _random(*args: Any) -> str:
     return (
-        "random ops are not supported yet, since every plan would have to draw the same numbers; "
-        "set dropout to 0 or call model.eval()"
+        "it draws random numbers in a way that has no form that is the same under every plan; use "
+        "dropout, rand, randn, randint, bernoulli, normal_ or uniform_, or draw outside of the step"
     )
 
 
@@ -49,7 +49,7 @@ _SOMETIMES_RANDOM = (
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
 )
-"""Tagged as random for a dropout that the recorder refuses where it is asked for."""
+"""Tagged as random for a dropout that they take; attention with dropout is an op of its own."""
 
 _REFUSALS: Mapping[Any, Refusal] = {
     aten.embedding.default: _embedding,

@@ -3,49 +3,30 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from autopar.capture.provenance import Provenance
+from autopar.capture.draws import Draws
 from autopar.capture.tape import Tape
-from autopar.errors import UnsupportedError
 
-_SDPA = torch.nn.functional.scaled_dot_product_attention
+SDPA = torch.nn.functional.scaled_dot_product_attention
 _RESHAPES = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
 
 
-class InterceptAttention(TorchFunctionMode):
-    """While active, ``scaled_dot_product_attention`` is recorded as ``autopar::attention``.
+class Attention:
+    """In place of ``scaled_dot_product_attention``: ``autopar::attention``, or its dropout form.
 
-    The function is replaced in ``torch.nn.functional``, where nearly all calls look it up; as a
-    torch function mode it also catches calls of the original under another name.
+    Args:
+        draws: Names the dropouts.
+        tape: What was recorded before; None while nothing is recorded.
     """
 
-    def __init__(self, tape: Tape, provenance: Provenance) -> None:
-        super().__init__()
+    def __init__(self, draws: Draws, tape: Tape | None = None) -> None:
+        self._draws = draws
         self._tape = tape
-        self._provenance = provenance
 
-    def __enter__(self) -> InterceptAttention:
-        torch.nn.functional.scaled_dot_product_attention = self._attention
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        torch.nn.functional.scaled_dot_product_attention = _SDPA
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is _SDPA:
-            return self._attention(*args, **(kwargs or {}))
-        return func(*args, **kwargs) if kwargs else func(*args)
-
-    def _attention(
+    def __call__(
         self,
         query: Tensor,
         key: Tensor,
@@ -56,12 +37,6 @@ class InterceptAttention(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        if dropout_p > 0.0:
-            raise UnsupportedError(
-                f"cannot capture attention with dropout {dropout_p} in {self._provenance.now()}: "
-                "random ops are not supported yet; set the attention dropout to 0 or call "
-                "model.eval()"
-            )
         shape = query.shape
         q, k, v = (_four_dims(t) for t in (query, key, value))
         if shape[:-3] != key.shape[:-3] or shape[:-3] != value.shape[:-3]:
@@ -72,7 +47,13 @@ class InterceptAttention(TorchFunctionMode):
             k, v = few_k, few_v
         mask = None if attn_mask is None else _mask(attn_mask, query)
         factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
-        out: Tensor = torch.ops.autopar.attention(q, k, v, mask, is_causal, factor)[0]
+        args = (q, k, v, mask, is_causal, factor)
+        out: Tensor
+        if dropout_p > 0.0:
+            random = (self._draws.key, self._draws.stream("attention"), float(dropout_p))
+            out = torch.ops.autopar.attention_dropout(*args, *random)[0]
+        else:
+            out = torch.ops.autopar.attention(*args)[0]
         return out if query.ndim == 4 else out.reshape(*shape[:-1], v.shape[-1])
 
     def _unrepeated(self, heads: Tensor) -> Tensor | None:
@@ -81,8 +62,8 @@ class InterceptAttention(TorchFunctionMode):
         Repeating heads is an unsqueeze behind the head dim, an expand and a reshape.
         """
         tape = self._tape
-        ref = tape.ref(heads)
-        if ref is None or heads.ndim != 4 or tape.step_of(ref).op not in _RESHAPES:
+        ref = None if tape is None else tape.ref(heads)
+        if tape is None or ref is None or heads.ndim != 4 or tape.step_of(ref).op not in _RESHAPES:
             return None
         merged = tape.step_of(ref)
         wide = merged.args[0]

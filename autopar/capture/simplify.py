@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from autopar.capture.tape import Step
 from autopar.ir.graph import (
     CONSTANT,
+    KEY,
     SOURCE_OPS,
     Arg,
     Const,
@@ -166,7 +167,7 @@ def finish(drafts: Sequence[Draft], results: Sequence[Ref]) -> tuple[tuple[Node,
     live = [
         n
         for n, draft in enumerate(drafts)
-        if n in needed or (draft.op in SOURCE_OPS and draft.op != CONSTANT)
+        if n in needed or (draft.op in SOURCE_OPS and draft.op not in (CONSTANT, KEY))
     ]
     live.sort(key=lambda n: drafts[n].op not in SOURCE_OPS)
     names = _names(drafts, live)

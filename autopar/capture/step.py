@@ -11,24 +11,28 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils.checkpoint as checkpoints
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _force_original_view_tracking as force_view_replay
 
 from autopar.capture.batch import batch_dims, flatten_batch, unflatten_batch
+from autopar.capture.checkpoints import without_checkpoints
 from autopar.capture.decompose import DECOMPOSITIONS
+from autopar.capture.draws import Draws
 from autopar.capture.functionalize import functionalize
+from autopar.capture.intercept import Intercept
 from autopar.capture.masks import mask_rewrites
 from autopar.capture.provenance import Provenance
+from autopar.capture.random import make_key
 from autopar.capture.recorder import Recorder
 from autopar.capture.rewrites import REWRITES
-from autopar.capture.sdpa import InterceptAttention
+from autopar.capture.sdpa import SDPA, Attention
 from autopar.capture.shapes import Shapes
 from autopar.capture.simplify import finish, simplify
 from autopar.capture.substitute import Leaves, substituted
 from autopar.capture.tape import Tape
 from autopar.errors import AutoparError, CaptureError
-from autopar.ir.graph import BUFFER, CONSTANT, INPUT, PARAMETER, Graph, Phase, Ref
+from autopar.ir.graph import BUFFER, CONSTANT, INPUT, KEY, PARAMETER, Graph, Phase, Ref
 
 Loss = Callable[[nn.Module, Any], Any]
 """``loss(model, batch)``: a 0-d tensor, or that and a dict of further results."""
@@ -125,13 +129,17 @@ def _record(
     paths, tensors, _ = flatten_batch(batch)
     shapes, tape, provenance = Shapes(), Tape(), Provenance(model)
 
-    def recorder_for(tape: Tape) -> Recorder:
-        return Recorder(shapes, tape, provenance, DECOMPOSITIONS)
-
     with substituted(model, shapes) as leaves, shapes.fake_mode, _plain_torch():
+        draws = Draws(shapes.like(make_key(0, 0)), provenance.path)
+        decompositions = {**DECOMPOSITIONS, **draws.table()}
+
+        def recorder_for(tape: Tape) -> Recorder:
+            return Recorder(shapes, tape, provenance, decompositions)
+
         fakes = [shapes.like(t).requires_grad_(t.requires_grad) for t in tensors]
         _enter(tape, leaves, paths, fakes)
-        run = _Run(model, loss, leaves, recorder_for(tape), provenance)
+        tape.add_source(KEY, KEY, draws.key)
+        run = _Run(model, loss, leaves, recorder_for(tape), provenance, draws)
         results = run.step(unflatten_batch(batch, fakes), grad=grad)
         if not tape.mutated:
             return tape, results, leaves.aliases
@@ -156,28 +164,17 @@ def _plain_torch() -> Iterator[None]:
     """Without what replaces the program's ops or hides them from autograd.
 
     That is compiled modules; oneDNN's recurrent layers, which are opaque and whose backward does
-    not run on fake tensors; and reentrant checkpoints, which cannot be differentiated by
-    ``autograd.grad`` and save no memory here: what to recompute is for the planner to decide.
+    not run on fake tensors; and checkpoints.
     """
     compiler = sys.modules.get("torch._dynamo")
     eager = nullcontext() if compiler is None else torch.compiler.set_stance("force_eager")
-    enabled, checkpointed = torch._C._get_mkldnn_enabled(), checkpoints.CheckpointFunction
+    enabled = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
-    checkpoints.CheckpointFunction = _NoCheckpoint  # type: ignore[misc, assignment]
     try:
-        with eager:
+        with eager, without_checkpoints():
             yield
     finally:
         torch._C._set_mkldnn_enabled(enabled)
-        checkpoints.CheckpointFunction = checkpointed  # type: ignore[misc]
-
-
-class _NoCheckpoint:
-    """In place of torch's reentrant checkpoint: the function's call, and nothing else."""
-
-    @staticmethod
-    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-        return function(*args)
 
 
 def capture_key(model: nn.Module, batch: Any, *, grad: bool) -> Hashable:
@@ -248,10 +245,12 @@ class _Run:
     leaves: Leaves
     recorder: Recorder
     provenance: Provenance
+    draws: Draws
 
     def step(self, batch: Any, *, grad: bool) -> _Results:
         """Run forward, loss and backward."""
-        intercept = InterceptAttention(self.recorder.tape, self.provenance)
+        attention = Attention(self.draws, self.recorder.tape)
+        intercept = Intercept({SDPA: attention, F.dropout: self.draws.dropout})
         replayed_views = force_view_replay(True)
         with torch.set_grad_enabled(grad), replayed_views, self.recorder:
             with self.provenance.watch(), intercept:

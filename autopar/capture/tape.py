@@ -13,6 +13,7 @@ from autopar.ir.graph import (
     BUFFER,
     CONSTANT,
     INPUT,
+    KEY,
     PARAMETER,
     Arg,
     Phase,
@@ -129,7 +130,7 @@ class Tape:
                 continue
             step = self.steps[number]
             storages = (storage_id(self._tensors[r]) for r in step.results if r is not None)
-            if step.op in (PARAMETER, BUFFER, INPUT) or not self.written.isdisjoint(storages):
+            if step.op in (PARAMETER, BUFFER, INPUT, KEY) or not self.written.isdisjoint(storages):
                 return None
             found.append(step)
             for arg in (*step.args, *step.kwargs.values()):

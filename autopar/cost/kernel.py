@@ -27,7 +27,8 @@ _LOOKUPS = frozenset(
 """Ops that touch as much of their first operand as they return, or return more than they touch."""
 
 _ATTENTION = "autopar.attention"
-_FLAG_AT = {"autopar.attention.default": 4}
+_FORWARD = frozenset({"autopar.attention.default", "autopar.attention_dropout.default"})
+_FORWARD_FLAG_AT = 4
 _BACKWARD_FLAG_AT = 7
 
 KernelSeconds = Callable[[str, tuple[TensorType, ...], tuple[TensorType, ...], bool, int], float]
@@ -38,7 +39,7 @@ def is_causal(op: str, args: Sequence[Arg]) -> bool:
     """Whether an attention's queries see the keys up to their own position only."""
     if not op.startswith(_ATTENTION):
         return False
-    at = _FLAG_AT.get(op, _BACKWARD_FLAG_AT)
+    at = _FORWARD_FLAG_AT if op in _FORWARD else _BACKWARD_FLAG_AT
     return at < len(args) and args[at] is True
 
 
@@ -82,7 +83,7 @@ def _product_s(device: Device, operands: Sequence[TensorType]) -> float:
 
 
 def _attention_s(device: Device, op: str, operands: Sequence[TensorType], causal: bool) -> float:
-    backward = op != "autopar.attention.default"
+    backward = op not in _FORWARD
     query, key = operands[1:3] if backward else operands[:2]
     batch, heads, queries, width = query.shape
     shape = Attention(

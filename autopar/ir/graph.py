@@ -76,13 +76,20 @@ class Const:
     """A named constant argument that is not a number: a dtype, device, layout or memory format.
 
     Attributes:
-        kind: ``dtype``, ``device``, ``layout`` or ``memory_format``.
+        kind: ``dtype``, ``device``, ``layout`` or ``memory_format``; or `STREAM`, whose value tells
+            two random ops apart and has no part in shapes, shardings or costs.
         value: Its name, without the ``torch.`` prefix.
     """
 
     kind: str
     value: str
 
+
+STREAM = "stream"
+"""Kind of the constant that names what a random op draws."""
+
+MICROBATCH_NUMBER = Const("microbatch", "number")
+"""In programs: the number of the microbatch that runs, known when it does."""
 
 Arg = Ref | Const | int | float | bool | str | None | tuple["Arg", ...]
 """An argument: a value, a constant, or a tuple of arguments (lists become tuples)."""
@@ -109,7 +116,8 @@ PARAMETER = "parameter"
 BUFFER = "buffer"
 INPUT = "input"
 CONSTANT = "constant"
-SOURCE_OPS = frozenset({PARAMETER, BUFFER, INPUT, CONSTANT})
+KEY = "key"
+SOURCE_OPS = frozenset({PARAMETER, BUFFER, INPUT, CONSTANT, KEY})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +133,7 @@ class Node:
         phase: Forward or backward.
         source: Where it comes from.
         target: For ``SOURCE_OPS``: the parameter's or buffer's name, the input's path, the
-            constant's name. Empty otherwise.
+            constant's name, ``key`` for the key of random ops. Empty otherwise.
     """
 
     name: str

@@ -280,6 +280,51 @@ def contiguous_start(
     return found[0] if found[-1] - found[0] == len(found) - 1 else None
 
 
+@dataclass(frozen=True, slots=True)
+class Elements:
+    """Which elements of a whole a piece holds, by their numbers in row-major order.
+
+    Attributes:
+        start: Number of the piece's first element in microbatch 0.
+        per_microbatch: What each further microbatch adds to it.
+        runs: (count, stride) of nested loops, outermost first; the piece's elements in its own
+            order are at ``start + sum(i * stride)``. Empty for a single element.
+    """
+
+    start: int
+    per_microbatch: int
+    runs: tuple[tuple[int, int], ...]
+
+
+def local_elements(
+    shape: Sequence[int], sharding: Sharding, coordinates: Sequence[int], time: int | None
+) -> Elements:
+    """The elements on the rank with these mesh coordinates.
+
+    Args:
+        shape: Global shape.
+        sharding: How it is split.
+        coordinates: Of the rank; on the time axis, the microbatch whose sizes are meant.
+        time: Index of the time axis, or None.
+    """
+    start = per_microbatch = 0
+    stride = 1
+    runs: list[tuple[int, int]] = []
+    for pieces in reversed(atoms(shape, sharding)):
+        for atom in reversed(pieces):
+            count = atom.size if atom.axis is None else atom.local(coordinates[atom.axis])
+            if atom.axis is not None and atom.axis == time:
+                per_microbatch += atom.chunk * stride
+            elif atom.axis is not None:
+                start += coordinates[atom.axis] * atom.chunk * stride
+            if runs and runs[-1][0] * runs[-1][1] == stride:
+                runs[-1] = (runs[-1][0] * count, runs[-1][1])
+            elif count != 1:
+                runs.append((count, stride))
+            stride *= atom.size
+    return Elements(start, per_microbatch, tuple(reversed(runs)))
+
+
 def is_even(shape: Sequence[int], sharding: Sharding, mesh: Mesh) -> bool:
     """Whether every rank holds the same number of elements."""
     for pieces in atoms(shape, sharding):

@@ -19,7 +19,8 @@ once a microbatch. A rank of a pipeline may hold several chunks of the model; ea
 its own, and the prologues and epilogues of all run together.
 Two more ops join them: ``autopar.microbatch`` (value, chunk) reads rows ``m * chunk`` and on of dim
 1 of a value of the prologue, m being the microbatch that runs; ``autopar.accumulate`` (value,
-reduce), in the epilogue, joins what the loop made of the value in every microbatch.
+reduce), in the epilogue, joins what the loop made of the value in every microbatch. The argument
+`MICROBATCH_NUMBER` of a random op is the number of the microbatch that runs.
 
 ``axis`` is the index of a mesh axis; sizes are equal on all ranks (lowering pads). The result of
 the first four may be read only behind its ``autopar.wait``.
@@ -106,7 +107,7 @@ class ProgramInput:
 
     Attributes:
         name: Its value is ``Ref(name)``.
-        kind: ``parameter``, ``buffer``, ``input`` or ``constant``.
+        kind: ``parameter``, ``buffer``, ``input``, ``constant`` or ``key``.
         target: Name of the parameter, buffer or constant, or path of the input.
         global_type: Type of the whole.
         sharding: How the whole lies on the mesh.

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from autopar.ir.graph import Const, Ref, replace_refs
+from autopar.ir.graph import MICROBATCH_NUMBER, Const, Ref, replace_refs
 from autopar.lower.program import (
     ACCUMULATE,
     LOOP,
@@ -179,6 +179,7 @@ def _renamed(instruction: Instruction, made: set[str], number: int) -> Instructi
         start = int(str(args[1])) * number
         rows = (args[0], 1, start, start + int(str(args[2])))
         return replace(instruction, name=name, op="aten.slice.Tensor", args=rows, view=True)
+    args = tuple(number if arg == MICROBATCH_NUMBER else arg for arg in args)
     return replace(instruction, name=name, args=args, kwargs=kwargs)
 
 

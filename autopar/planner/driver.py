@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from autopar.cost.node import NodeCost, axis_seconds, update_bytes_per_s
 from autopar.errors import HintError, InfeasibleError, SearchTimeoutError
 from autopar.hint import Hint
-from autopar.ir.graph import INPUT, Graph
+from autopar.ir.graph import CONSTANT, INPUT, KEY, Graph
 from autopar.ir.sharding import WHOLE, Mesh, Sharding, Split
 from autopar.lower.overlap import overlap
 from autopar.lower.program import LOOP, Program
@@ -446,7 +446,7 @@ def predicted_memory(
         optimizer_bytes=optimizer,
         saved_bytes=saved,
         transient_bytes=transient,
-        inputs_bytes=entered.get("input", 0) + entered.get("constant", 0),
+        inputs_bytes=sum(entered.get(kind, 0) for kind in (INPUT, CONSTANT, KEY)),
         buffers_bytes=entered.get("buffer", 0),
     )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from autopar.ir.graph import Node, TensorType
 from autopar.rules import expansions
@@ -10,7 +11,7 @@ from autopar.rules.factors import Factors, table
 from autopar.rules.notation import Dims, Rule, RuleMaker
 
 
-class _Shapes:
+class AttentionShapes:
     """Dims of the tensors of an attention op; query head ``(h r)`` reads key head ``h``."""
 
     def __init__(self, q: TensorType, k: TensorType, v: TensorType) -> None:
@@ -42,42 +43,59 @@ class _Shapes:
         width = (sizes["d"] + sizes["e"]) // 2
         return products * 2 * width * sizes["b"] * sizes["h"] * sizes["r"] * sizes["s"] * sizes["t"]
 
+    def forward(self, operands: Sequence[TensorType], *, causal: bool) -> Rule:
+        """Rule of attention, but for what expands it.
+
+        Args:
+            operands: Queries, keys, values and perhaps a mask.
+            causal: Whether queries see the keys up to their own position only.
+        """
+        mask = tuple(self.mask(kind) for kind in operands[3:])
+        rows = frozenset({"s"}) if causal else frozenset()
+        return self.factors.rule(
+            (self.q, self.k, self.v, *mask),
+            (self.out, self.lse),
+            expand_on=rows,
+            contiguous=rows,
+            flops=self.flops(2) // (2 if causal else 1),
+        )
+
+    def backward(
+        self, operands: Sequence[TensorType], *, causal: bool, mask_gradient: bool
+    ) -> Rule:
+        """Rule of the gradients; those of keys and values are partial under split queries.
+
+        Args:
+            operands: The output's gradient, queries, keys, values, perhaps a mask, output and
+                log-sum-exp.
+            causal: Whether queries see the keys up to their own position only.
+            mask_gradient: Whether the mask has a gradient, too.
+        """
+        mask = tuple(self.mask(kind) for kind in operands[4:-2])
+        rows = frozenset({"s"}) if causal else frozenset()
+        if causal and mask_gradient and self.full[2] != operands[4].shape[2]:
+            self.factors.whole.add("s")
+        return self.factors.rule(
+            (self.out, self.q, self.k, self.v, *mask, self.out, self.lse),
+            (self.q, self.k, self.v, *(mask if mask_gradient else ())),
+            linear=(),
+            expand_on=rows,
+            contiguous=rows,
+            flops=self.flops(5) // (2 if causal else 1),
+        )
+
 
 def _forward(node: Node, operands: tuple[TensorType, ...]) -> Rule:
-    q, k, v = operands[:3]
-    shapes = _Shapes(q, k, v)
-    causal = bool(node.args[4])
-    mask = tuple(shapes.mask(kind) for kind in operands[3:])
-    rows = frozenset({"s"}) if causal else frozenset()
-    return shapes.factors.rule(
-        (shapes.q, shapes.k, shapes.v, *mask),
-        (shapes.out, shapes.lse),
-        expand=expansions.attention,
-        expand_on=rows,
-        contiguous=rows,
-        flops=shapes.flops(2) // (2 if causal else 1),
-    )
+    made = AttentionShapes(*operands[:3])
+    found = made.forward(operands, causal=bool(node.args[4]))
+    return replace(found, expand=expansions.attention)
 
 
 def _backward(node: Node, operands: tuple[TensorType, ...]) -> Rule:
-    """Gradients; those of keys and values are partial under split queries."""
-    q, k, v = operands[1:4]
-    shapes = _Shapes(q, k, v)
-    causal = bool(node.args[7])
-    mask = tuple(shapes.mask(kind) for kind in operands[4:-2])
-    mask_gradient = mask if len(node.outputs) == 4 else ()
-    rows = frozenset({"s"}) if causal else frozenset()
-    if causal and mask_gradient and shapes.full[2] != operands[4].shape[2]:
-        shapes.factors.whole.add("s")
-    return shapes.factors.rule(
-        (shapes.out, shapes.q, shapes.k, shapes.v, *mask, shapes.out, shapes.lse),
-        (shapes.q, shapes.k, shapes.v, *mask_gradient),
-        linear=(),
-        expand=expansions.attention_backward,
-        expand_on=rows,
-        contiguous=rows,
-        flops=shapes.flops(5) // (2 if causal else 1),
-    )
+    made = AttentionShapes(*operands[1:4])
+    mask_gradient = len(node.outputs) == 4
+    found = made.backward(operands, causal=bool(node.args[7]), mask_gradient=mask_gradient)
+    return replace(found, expand=expansions.attention_backward)
 
 
 RULES: Mapping[str, RuleMaker] = {

@@ -390,7 +390,7 @@ def attention(emit: Emitter, op: LocalOp) -> None:
     if len(op.values) == 3 and _is_square(op, 0):
         results: tuple[Ref, ...] = _attention_in_parts(emit, op)
     else:
-        mask = _causal_mask(emit, op, 0, op.values[3] if len(op.values) > 3 else None)
+        mask = causal_mask(emit, op, 0, op.values[3] if len(op.values) > 3 else None)
         args = (*op.values[:3], mask, False, op.node.args[5])
         results = emit.call_many(op.node.op, args, (op.output_type(0), op.output_type(1)))
     for index, value in enumerate(results):
@@ -402,7 +402,7 @@ def attention_backward(emit: Emitter, op: LocalOp) -> None:
     if len(op.values) == 6 and _is_square(op, 1):
         results: tuple[Ref, ...] = _attention_backward_in_parts(emit, op)
     else:
-        mask = _causal_mask(emit, op, 1, op.values[4] if len(op.values) > 6 else None)
+        mask = causal_mask(emit, op, 1, op.values[4] if len(op.values) > 6 else None)
         args = (*op.values[:4], mask, *op.values[-2:], False, op.node.args[8])
         outs = tuple(op.output_type(i) for i in range(len(op.node.outputs)))
         results = emit.call_many(op.node.op, args, outs)
@@ -485,7 +485,7 @@ def _joined_rows(emit: Emitter, parts: Sequence[Ref], out: TensorType, rows: int
     return value
 
 
-def _causal_mask(emit: Emitter, op: LocalOp, query: int, mask: Ref | None) -> Ref:
+def causal_mask(emit: Emitter, op: LocalOp, query: int, mask: Ref | None) -> Ref:
     """Where the rank's queries may attend, joined with a mask (operand after the values)."""
     rows, columns = op.operand_shape(query)[2], op.operand_types[query + 1].shape[2]
     kind = TensorType((1, 1, rows, columns), "bool")

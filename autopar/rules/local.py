@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from autopar.ir.graph import Arg, Node, Ref, TensorType, refs_in, replace_refs
+from autopar.ir.graph import MICROBATCH_NUMBER, Arg, Node, Ref, TensorType, refs_in, replace_refs
 from autopar.ir.sharding import (
     Mesh,
     Sharding,
     Split,
     contiguous_start,
     dim_splits,
+    local_elements,
     local_shape,
 )
 
@@ -69,6 +70,25 @@ class LocalOp:
         start = contiguous_start(shape[dim], dim_splits(sharding, dim), self.coordinates)
         assert start is not None, (self.node.name, dim, sharding)
         return start
+
+    def place(self, shape: Sequence[int], sharding: Sharding) -> tuple[Arg, ...]:
+        """What tells a random op which elements it makes: nothing where they are all of them.
+
+        Args:
+            shape: Global shape of what is drawn.
+            sharding: How it is split.
+
+        Returns:
+            ``(start, per_microbatch, count, stride, ...)`` as `Elements`, and the number of the
+            microbatch.
+        """
+        if not any(isinstance(axis, Split) for axis in sharding):
+            return ()
+        time = self.mesh.time_axis
+        found = local_elements(shape, sharding, self.coordinates, time)
+        runs = tuple(number for run in found.runs for number in run)
+        number = MICROBATCH_NUMBER if found.per_microbatch else 0
+        return (found.start, found.per_microbatch, *runs), number
 
     def axes_on(self, index: int, dim: int) -> tuple[int, ...]:
         """Mesh axes that split an operand's dim."""

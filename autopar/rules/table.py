@@ -21,6 +21,7 @@ from autopar.rules import (
     movement,
     normalization,
     pointwise,
+    random,
     reduction,
     spatial,
 )
@@ -37,6 +38,7 @@ RULES: Mapping[str, RuleMaker] = MappingProxyType(
         **normalization.RULES,
         **spatial.RULES,
         **attention.RULES,
+        **random.RULES,
         **indexing.RULES,
         **creation.RULES,
     }

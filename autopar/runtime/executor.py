@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture.batch import flatten_batch
+from autopar.capture.random import make_key
 from autopar.errors import BatchError, UnsupportedError
 from autopar.plan.records import Plan
 from autopar.runtime.backward import Anchor, Token, attach
@@ -88,6 +89,7 @@ class _Own:
     trainable: dict[str, bool] = field(default_factory=dict)
     steps: OrderedDict[StepKey, Step] = field(default_factory=OrderedDict)
     pending: weakref.ref[Token] | None = None
+    seed: int = 0
     num_steps: int = 0
 
 
@@ -121,6 +123,8 @@ class ParallelModule(nn.Module):
         groups: MeshGroups,
         state: ModelState,
         state_bytes_per_element: float | None = None,
+        *,
+        seed: int,
     ) -> None:
         """Take the plan and what it runs on.
 
@@ -129,9 +133,10 @@ class ParallelModule(nn.Module):
             groups: Groups of its mesh.
             state: This rank's parameters and buffers.
             state_bytes_per_element: Optimizer state the plan counted on, to check the real one.
+            seed: Seed of random ops, the same on every rank.
         """
         own = self._autopar
-        own.plan, own.groups, own.state = plan, groups, state
+        own.plan, own.groups, own.state, own.seed = plan, groups, state, seed
         fill_shells(own.shells, state)
         first: dict[int, str] = {}
         for name, parameter in state.parameters.items():
@@ -158,7 +163,10 @@ class ParallelModule(nn.Module):
 
     @property
     def num_steps(self) -> int:
-        """Training steps run so far; part of ``state_dict``."""
+        """Training steps run so far; part of ``state_dict``.
+
+        It is the step in the key of random ops, so a call without gradients that draws counts too.
+        """
         return self._autopar.num_steps
 
     def prepare(self, batch: Any) -> None:
@@ -192,7 +200,7 @@ class ParallelModule(nn.Module):
         except Exception as error:  # noqa: BLE001  (raised, once the others know)
             raise own.session.settle("the check of the batch", error) from error.__cause__
         results = self._run(step, tensors, sharded)
-        own.num_steps += grad
+        own.num_steps += grad or step.source.draws
         own.session.activity = ""
         return self._returned(step, results)
 
@@ -423,7 +431,8 @@ class ParallelModule(nn.Module):
         session = self._autopar.session
         is_first = not step.has_run
         try:
-            results = step.run(tensors, sharded)
+            own = self._autopar
+            results = step.run(tensors, sharded, make_key(own.seed, own.num_steps))
         except Exception as error:
             action = step.action_of(error)
             failed = as_failure(session.settle(action, error), action, session.rank)

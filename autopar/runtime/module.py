@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.capture.ops import constant_to_torch, resolve, torch_dtype
-from autopar.ir.graph import Arg, Const, Ref
+from autopar.ir.graph import MICROBATCH_NUMBER, Arg, Const, Ref
 from autopar.lower.program import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -252,6 +252,9 @@ class _Build:
     def _arg(self, arg: Arg) -> Any:
         if isinstance(arg, Ref):
             return self.values[arg]
+        if arg == MICROBATCH_NUMBER:
+            assert self.number is not None
+            return self.number
         if isinstance(arg, tuple):
             return [self._arg(item) for item in arg]
         if isinstance(arg, Const):

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import BatchError
+from autopar.ir.graph import KEY
 from autopar.ir.sharding import Sharding, dim_splits, local_indices
 from autopar.lower.program import WAIT, Program, ProgramInput
 from autopar.plan.records import Plan
@@ -36,6 +37,7 @@ class StepSource:
         batch_dims: Input path to the dim that counts samples.
         microbatches: The rank's program of every microbatch, if there are several.
         stage: How the rank's stage of a pipeline runs; None without a pipeline.
+        draws: Whether the step draws random numbers, on whatever rank.
     """
 
     program: Program
@@ -45,6 +47,7 @@ class StepSource:
     batch_dims: Mapping[str, int]
     microbatches: tuple[Program, ...] = ()
     stage: StageSource | None = None
+    draws: bool = False
 
     @property
     def stage_number(self) -> int:
@@ -121,6 +124,7 @@ class Step:
         self._slots = [
             (i, paths.index(e.target), e) for i, e in enumerate(program.inputs) if e.kind == "input"
         ]
+        self._keys = [i for i, e in enumerate(program.inputs) if e.kind == KEY]
         self._num_head = (program.loss is not None) + len(program.aux)
         self._copied: tuple[int, ...] | None = None
 
@@ -129,14 +133,17 @@ class Step:
         return self.source.program.coordinates
 
     @torch.no_grad()
-    def run(self, tensors: Sequence[Tensor], sharded: bool) -> Results:
+    def run(self, tensors: Sequence[Tensor], sharded: bool, key: Tensor) -> Results:
         """Run the program; buffers are updated, parameters and the batch are not.
 
         Args:
             tensors: The batch's tensors, in the order of its paths.
             sharded: Whether they hold this rank's samples only.
+            key: Seed and step of random ops, in host memory.
         """
         values = list(self._frame)
+        for index in self._keys:
+            values[index] = key
         for index, position, entry in self._slots:
             batch_dim = self.source.batch_dims.get(entry.target) if sharded else None
             piece = input_piece(tensors[position], entry, self.coordinates, batch_dim)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.ir.alias import Alias
-from autopar.ir.graph import PARAMETER, SOURCE_OPS, Arg, Graph, Node, Ref
+from autopar.ir.graph import PARAMETER, SOURCE_OPS, STREAM, Arg, Const, Graph, Node, Ref
 
 MIN_RUN = 8
 """Shortest period times copies beyond the first that is worth folding, in nodes."""
@@ -105,6 +105,8 @@ def _constants(arg: Arg) -> Hashable:
         return "*"
     if isinstance(arg, tuple):
         return tuple(_constants(item) for item in arg)
+    if isinstance(arg, Const) and arg.kind == STREAM:
+        return STREAM
     return (type(arg).__name__, arg)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,10 +13,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 import autopar
 from autopar import hint
+from autopar.capture.keyed import keyed
 from autopar.plan.serialize import from_json
-from tests.oracles.models import MODELS, Built
+from tests.oracles.models import DRAWING, MODELS, Built
 
 STEPS = 5
+SEED = 17
 MAX_NORM = 1.0
 
 HINTS: dict[str, tuple[hint.Hint, ...]] = {
@@ -94,7 +97,7 @@ def train(model: nn.Module, step: Any, clip: Any) -> dict[str, Any]:
 
 def build(name: str, samples: int | None = None) -> Built:
     """A model of the oracles, with that many samples, no two of them alike."""
-    model, batch, loss = MODELS[name]()
+    model, batch, loss = (MODELS | DRAWING)[name]()
     if samples is not None:
         more = {key: value.roll(1, -1) for key, value in batch.items()}
         batch = {key: torch.cat([value, more[key]])[:samples] for key, value in batch.items()}
@@ -105,9 +108,15 @@ def build(name: str, samples: int | None = None) -> Built:
 def one_process(name: str, samples: int | None = None) -> dict[str, Any]:
     """The reference."""
     model, batch, loss = build(name, samples)
+    numbers = itertools.count()
+
+    def step() -> Tensor:
+        with keyed(model, SEED, next(numbers)):
+            return loss(model, batch)
+
     return train(
         model,
-        lambda: loss(model, batch),
+        step,
         lambda: nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM),
     )
 
@@ -128,6 +137,7 @@ def parallel_run(
         loss=loss,
         hints=hints,
         plan=None if plan is None else from_json(plan),
+        options=autopar.Options(seed=SEED),
     )
     found = train(
         parallel,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from autopar.capture.ops import resolve, to_torch
-from autopar.ir.graph import Ref
+from autopar.ir.graph import MICROBATCH_NUMBER, Arg, Ref
 from autopar.ir.sharding import Mesh, Sharding, dim_splits, local_indices
 from autopar.lower.program import (
     ACCUMULATE,
@@ -112,7 +113,7 @@ def _local(program: Program, at: int, env: dict[Ref, torch.Tensor]) -> None:
     if instruction.op == WAIT:
         env[Ref(instruction.name)] = env[instruction.operands[0]]
         return
-    args = [to_torch(arg, env, "cpu") for arg in instruction.args]
+    args = [_argument(arg, env) for arg in instruction.args]
     kwargs = {name: to_torch(arg, env, "cpu") for name, arg in instruction.kwargs}
     result = resolve(instruction.op)(*args, **kwargs)
     outputs = result if isinstance(result, (tuple, list)) else (result,)
@@ -121,6 +122,12 @@ def _local(program: Program, at: int, env: dict[Ref, torch.Tensor]) -> None:
             kind = instruction.outputs[index]
             assert tuple(output.shape) == kind.shape, (instruction, output.shape)
             env[Ref(instruction.name, index)] = output
+
+
+def _argument(arg: Arg, env: Env) -> Any:
+    if arg == MICROBATCH_NUMBER:
+        return int(env[Ref("#microbatch")])
+    return to_torch(arg, env, "cpu")
 
 
 def _collective(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -62,7 +63,7 @@ def llama(layers: int = 2) -> Built:
     return model, {"input_ids": ids, "labels": ids}, output_loss
 
 
-def gpt2(layers: int = 2) -> Built:
+def gpt2(layers: int = 2, dropout: float = 0.0) -> Built:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(6)
@@ -72,9 +73,9 @@ def gpt2(layers: int = 2) -> Built:
         n_embd=24,
         n_layer=layers,
         n_head=4,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
         bos_token_id=0,
         eos_token_id=0,
         initializer_range=0.2,
@@ -88,7 +89,7 @@ def gpt2(layers: int = 2) -> Built:
     return model, {"input_ids": ids, "labels": labels}, output_loss
 
 
-def bert(layers: int = 2) -> Built:
+def bert(layers: int = 2, dropout: float = 0.0) -> Built:
     from transformers import BertConfig, BertForMaskedLM
 
     torch.manual_seed(7)
@@ -99,8 +100,8 @@ def bert(layers: int = 2) -> Built:
         num_attention_heads=4,
         intermediate_size=48,
         max_position_embeddings=16,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
         initializer_range=0.2,
     )
     model = BertForMaskedLM(config).train()
@@ -111,4 +112,57 @@ def bert(layers: int = 2) -> Built:
     return model, {"input_ids": ids, "attention_mask": mask, "labels": labels}, output_loss
 
 
+def t5(dropout: float = 0.0) -> Built:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(8)
+    config = T5Config(
+        vocab_size=40,
+        d_model=24,
+        d_kv=6,
+        d_ff=48,
+        num_layers=1,
+        num_heads=4,
+        dropout_rate=dropout,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+    )
+    model = T5ForConditionalGeneration(config).train()
+    ids = torch.randint(1, 40, (4, 8))
+    return model, {"input_ids": ids, "labels": ids[:, :6].contiguous()}, output_loss
+
+
+class Drawing(nn.Module):
+    """Masks, noise and integers in several shapes, one of them of no sample."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 12)
+        self.down = nn.Linear(12, width)
+        self.drop = nn.Dropout(0.4)
+        self.planes = nn.Dropout1d(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.drop(self.up(x))
+        h = h + torch.randn_like(h) * torch.rand(12)
+        h = self.planes(h) * torch.bernoulli(torch.full_like(h, 0.8))
+        h = h + torch.randint(0, 3, (x.shape[0], 1, 1))
+        h = h + torch.empty_like(h).uniform_(-1.0, 1.0)
+        return self.drop(self.down(h))
+
+
+def drawing(batch_size: int = 8) -> Built:
+    torch.manual_seed(9)
+    model = Drawing()
+    return model, {"x": torch.randn(batch_size, 4, 8), "y": torch.randn(batch_size, 4, 8)}, mlp_loss
+
+
 MODELS: dict[str, Callable[[], Built]] = {"mlp": mlp, "llama": llama, "gpt2": gpt2, "bert": bert}
+
+DRAWING: dict[str, Callable[[], Built]] = {
+    "drawing": drawing,
+    "gpt2 dropout": functools.partial(gpt2, dropout=0.1),
+    "bert dropout": functools.partial(bert, dropout=0.1),
+    "t5 dropout": functools.partial(t5, dropout=0.1),
+}
+"""Models that draw random numbers while they train."""

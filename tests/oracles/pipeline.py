@@ -10,6 +10,8 @@ import torch
 
 from autopar.capture.batch import flatten_batch
 from autopar.capture.interpret import source_values
+from autopar.capture.keyed import keyed
+from autopar.capture.random import make_key
 from autopar.cost.node import axis_seconds
 from autopar.ir.graph import Ref
 from autopar.lower.chunks import lower_chunks, on_one_rank
@@ -25,6 +27,9 @@ from autopar.search.stages import Pipeline
 from cost_models.cluster import Cluster
 from tests.oracles.lockstep import join, run_lockstep
 from tests.oracles.microbatches import Lane, run_microbatches, run_pipeline
+
+SEED, STEP = 7, 3
+"""Key of what a model draws."""
 
 
 def variants_of(
@@ -66,7 +71,8 @@ def eager(
     """Loss, gradients and buffers of one process."""
     model = copy.deepcopy(model)
     model.zero_grad(set_to_none=True)
-    value = loss(model, copy.deepcopy(batch))
+    with keyed(model, SEED, STEP):
+        value = loss(model, copy.deepcopy(batch))
     value.backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}
     return value.detach(), gradients, dict(model.named_buffers())
@@ -158,6 +164,8 @@ def _values(
     )
     for node in analysis.graph.sources("constant"):
         values[node.name] = captured.constants[node.target]
+    for node in analysis.graph.sources("key"):
+        values[node.name] = make_key(SEED, STEP)
     return values
 
 

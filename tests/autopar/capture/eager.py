@@ -13,8 +13,12 @@ import torch
 from torch import nn
 
 from autopar.capture import Captured, capture_step, flatten_batch, run_graph, source_values
+from autopar.capture.keyed import keyed
 from autopar.capture.step import default_loss
 from autopar.ir.graph import Ref
+
+SEED, STEP = 11, 2
+"""Key of what a model draws."""
 
 CASES = Path(__file__).parents[2] / "cases" / "given"
 
@@ -38,7 +42,7 @@ def run_captured(captured: Captured, model: nn.Module, batch: Any) -> dict[Ref, 
         {name: b.clone() for name, b in model.named_buffers(remove_duplicate=False)},
         dict(zip(paths, tensors, strict=True)),
     )
-    return run_graph(captured.graph, values, captured.constants)
+    return run_graph(captured.graph, values, captured.constants, seed=SEED, step=STEP)
 
 
 def capture_equals_eager(
@@ -57,7 +61,8 @@ def capture_equals_eager(
 
     program = copy.deepcopy(model)
     program.zero_grad()
-    made = (loss or default_loss)(program, copy.deepcopy(batch))
+    with keyed(program, SEED, STEP):
+        made = (loss or default_loss)(program, copy.deepcopy(batch))
     value, aux = made if isinstance(made, tuple) else (made, {})
     value.backward()
     assert graph.loss is not None

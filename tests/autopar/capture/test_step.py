@@ -513,19 +513,6 @@ def test_data_dependent_experts_are_refused_by_name() -> None:
         capture_step(model, batch, loss, grad=True)
 
 
-def test_dropout_is_refused_by_name_unless_it_drops_nothing() -> None:
-    model, batch, loss = load_case("g02").build()
-    with pytest.raises(UnsupportedError, match=r"module 'drop'.*eval\(\)"):
-        capture_step(model, batch, loss, grad=True)
-    capture_equals_eager(model.eval(), batch, loss)
-    equal(lambda h: F.dropout(h, 0.0, training=True))
-
-
-def test_dropout_in_attention_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match=r"attention with dropout 0\.5 in the model"):
-        equal(lambda h: F.scaled_dot_product_attention(h, h, h, dropout_p=0.5))
-
-
 @pytest.mark.parametrize("option", ["scale_grad_by_freq", "sparse"])
 def test_embeddings_whose_gradient_is_special_are_refused(option: str) -> None:
     model = nn.Sequential(nn.Embedding(5, 4, **{option: True}))

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.capture import attention, onehot  # noqa: F401  (they define autopar's own ops)
+from autopar.capture import ops  # noqa: F401  (it defines autopar's own ops)
+from autopar.capture.random import make_key
 from autopar.rules import pointwise
 from autopar.rules.factors import op_name
 from tests.autopar.rules.draws import Draw, Sample, pointwise_sample
@@ -985,14 +986,20 @@ def _attention_forward(draw: Draw) -> Sample:
     return Sample(*tensors, *rest)
 
 
+def _float_mask(draw: Draw, tensors: Sequence[Any]) -> Tensor:
+    """The mask, or another one where that has no gradient."""
+    mask = tensors[3]
+    if mask is not None and mask.dtype != torch.bool:
+        return mask  # type: ignore[no-any-return]
+    sizes = (1 if draw.chance() else size for size in tensors[0].shape[:3])
+    return draw.floats(*sizes, tensors[1].shape[2])
+
+
 def _attention_backward(masked: bool) -> Sampler:
     def sample(draw: Draw) -> Sample:
         tensors, rest = _attention(draw)
-        if masked and (tensors[3] is None or tensors[3].dtype == torch.bool):
-            b, h, s = tensors[0].shape[:3]
-            tensors[3] = draw.floats(
-                *(1 if draw.chance() else n for n in (b, h, s)), tensors[1].shape[2]
-            )
+        if masked:
+            tensors[3] = _float_mask(draw, tensors)
         out, lse = torch.ops.autopar.attention.default(*tensors, *rest)
         return Sample(draw.floats(*out.shape), *tensors, out, lse, *rest)
 
@@ -1229,6 +1236,55 @@ _CREATION: dict[str, Sampler] = {
     **_each("tril_indices triu_indices", lambda draw: Sample(draw.size(), 4, 0)),
 }
 
+# Random ops: any key, stream and shape.
+
+
+def _stream(draw: Draw) -> tuple[Tensor, str]:
+    return make_key(draw.integer(-(2**63), 2**63 - 1), draw.integer(0, 9)), draw.choice(["a", "b"])
+
+
+def _dropout(draw: Draw) -> Sample:
+    p = draw.choice([0.3, 0.5, 1.0])
+    return Sample(draw.floats(*draw.shape()), *_stream(draw), p)
+
+
+def _drawn(draw: Draw) -> Sample:
+    dtype = draw.choice([torch.float64, torch.float32])
+    return Sample(*_stream(draw), draw.shape(), dtype, torch.device("cpu"))
+
+
+def _drawn_integers(draw: Draw) -> Sample:
+    low = draw.integer(-3, 3)
+    ends = (low, low + draw.integer(1, 99))
+    return Sample(*_stream(draw), draw.shape(), *ends, torch.int64, torch.device("cpu"))
+
+
+def _attention_dropout_forward(draw: Draw) -> Sample:
+    tensors, rest = _attention(draw)
+    return Sample(*tensors, *rest, *_stream(draw), 0.4)
+
+
+def _attention_dropout_backward(masked: bool) -> Sampler:
+    def sample(draw: Draw) -> Sample:
+        tensors, rest = _attention(draw)
+        if masked:
+            tensors[3] = _float_mask(draw, tensors)
+        given = (*tensors, *rest, *_stream(draw), 0.4)
+        out, lse = torch.ops.autopar.attention_dropout.default(*given)
+        return Sample(draw.floats(*out.shape), *tensors, out, lse, *given[4:])
+
+    return sample
+
+
+_RANDOM: dict[str, Sampler] = {
+    **_each("autopar::dropout", _dropout),
+    **_each("autopar::random_uniform autopar::random_normal", _drawn),
+    **_each("autopar::random_integers", _drawn_integers),
+    **_each("autopar::attention_dropout", _attention_dropout_forward),
+    **_each("autopar::attention_dropout_backward", _attention_dropout_backward(False)),
+    **_each("autopar::attention_dropout_backward_mask", _attention_dropout_backward(True)),
+}
+
 SAMPLES: Mapping[str, Sampler] = {
     **_POINTWISE,
     **_PRODUCTS,
@@ -1238,6 +1294,7 @@ SAMPLES: Mapping[str, Sampler] = {
     **_NORMALIZATIONS,
     **_PLANES,
     **_ATTENTION,
+    **_RANDOM,
     **_LOOKUPS,
     **_CREATION,
 }

@@ -95,5 +95,5 @@ def test_split_op_equals_dense_op_often(op: str, data: st.DataObject) -> None:
 
 
 def test_every_entry_has_a_sample() -> None:
-    sources = {"parameter", "buffer", "input", "constant"}
+    sources = {"parameter", "buffer", "input", "constant", "key"}
     assert set(RULES) - set(SAMPLES) == sources

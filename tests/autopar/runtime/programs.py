@@ -174,7 +174,7 @@ def parallel_linear(
                 coordinates=coordinates,
                 device=session.device,
             )
-            parallel.adopt(plan, groups, state, state_bytes_per_element=8.0)
+            parallel.adopt(plan, groups, state, state_bytes_per_element=8.0, seed=0)
         return StepSource(
             program=data_parallel(mesh, coordinates, stored, request.grad),
             plan=plan,
