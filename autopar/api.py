@@ -35,6 +35,7 @@ from autopar.planner.driver import Request, make_plan
 from autopar.rules.strategies import strategies
 from autopar.runtime.executor import ParallelModule, StepRequest
 from autopar.runtime.groups import Session, StagePeers, open_session
+from autopar.runtime.mail import Route
 from autopar.runtime.params import ModelState, shard_model
 from autopar.runtime.pipeline import SharedResult, StageSource
 from autopar.runtime.step import StepSource
@@ -352,10 +353,8 @@ class _Compiler:
             shared.append(SharedResult(index=index, stage=stage, type=graph.type_of(ref)))
         return StageSource(
             row=rows[self.peers.stage],
-            peers=self.peers,
-            stages=held,
+            route=Route(peers=self.peers, stages=held, num_transfers=len(plan.transfers)),
             shared=tuple(shared),
-            num_transfers=len(plan.transfers),
         )
 
     def _adopt(self, parallel: ParallelModule, captured: Captured, plan: Plan) -> None:

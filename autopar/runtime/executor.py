@@ -430,6 +430,7 @@ class ParallelModule(nn.Module):
     def _run(self, step: Step, tensors: Sequence[Tensor], sharded: bool) -> Results:
         session = self._autopar.session
         is_first = not step.has_run
+        session.doing = step.doing
         try:
             own = self._autopar
             results = step.run(tensors, sharded, make_key(own.seed, own.num_steps))

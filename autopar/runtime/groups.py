@@ -26,7 +26,7 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -109,7 +109,7 @@ class Session:
         store: Key-value store of all ranks.
         step_timeout_s: Longest wait for a collective of a step, in seconds.
         num_calls: Calls of compiled modules so far.
-        activity: What this rank is doing, for the others to see.
+        activity: What this rank is doing, for the others to see; ``doing`` says where it is in it.
     """
 
     rank: int
@@ -120,6 +120,7 @@ class Session:
     step_timeout_s: float = STEP_TIMEOUT_S
     num_calls: int = 0
     activity: str = ""
+    doing: Callable[[], str] = str
     _meshes: dict[tuple[Any, ...], MeshGroups] = field(default_factory=dict)
     _owned: dict[tuple[Any, ...], list[Any]] = field(default_factory=dict)
     _epoch: int = 0
@@ -210,7 +211,7 @@ class Session:
             if time.monotonic() < start + SETTLE_S:
                 continue
             beats = self._beats()
-            running = [r for r in absent if beats[r].endswith(f" run {self.num_calls}")]
+            running = [r for r in absent if f" run {self.num_calls};" in beats[r]]
             if running:
                 raise BatchError(
                     f"cannot start {what} on rank {self.rank}: rank {running[0]} runs a step it "
@@ -312,7 +313,8 @@ class Session:
                 lost = [r for r, beat in enumerate(self._beats()) if beat == beats[r]]
                 lost = [r for r in lost if r != self.rank]
                 if lost:
-                    return _lost(lost, action, self.rank, error)
+                    doing = beats[lost[0]].partition(";")[2]
+                    return _lost(lost, action, self.rank, error, doing)
         except RuntimeError:
             return _lost([], action, self.rank, error)
         return _lost(None, action, self.rank, error)
@@ -323,7 +325,7 @@ class Session:
         return max(BEAT_S, self.world_size / 1000)
 
     def _beats(self) -> list[str]:
-        """Every rank's last sign of life: a count and what it was doing."""
+        """Every rank's last sign of life: a count, its activity, and where it is in it."""
         return [self.store.get(f"beat/{rank}").decode() for rank in range(self.world_size)]
 
     def _all_gather(self, what: str, value: Any) -> list[Any]:
@@ -508,7 +510,7 @@ def _start_heart(session: Session, store: Any) -> None:
         count = 0
         while True:
             try:
-                store.set(f"beat/{rank}", f"{count} {session.activity}")
+                store.set(f"beat/{rank}", f"{count} {session.activity};{session.doing()}")
             except RuntimeError:  # the store has gone, and everyone will see that
                 return
             count += 1
@@ -559,7 +561,9 @@ def as_failure(error: Exception, action: str, rank: int) -> AutoparError:
     )
 
 
-def _lost(ranks: list[int] | None, action: str, rank: int, error: Exception) -> RuntimeFailure:
+def _lost(
+    ranks: list[int] | None, action: str, rank: int, error: Exception, doing: str = ""
+) -> RuntimeFailure:
     if ranks is None:
         who = "another rank closed its connections"
     elif not ranks:
@@ -567,6 +571,7 @@ def _lost(ranks: list[int] | None, action: str, rank: int, error: Exception) -> 
     else:
         named = ", ".join(str(r) for r in ranks[:8])
         who = f"rank{'s' if len(ranks) > 1 else ''} {named} gave no sign of life"
+        who += f" since {doing}" if doing else ""
     return RuntimeFailure(
         f"cannot finish {action} on rank {rank}: {who} ({_first_line(error)}); see that rank's "
         "output, and start the processes again"

@@ -3,20 +3,17 @@
 Every section of every chunk is a module of its own. A row is followed action by action; the
 receives of the next action are posted before this one computes, and sends run beside what follows
 them. What one action makes for later ones is held by microbatch until the last of them has read
-it. Messages carry tags, so their order between two ranks does not matter where the backend knows
-tags.
+it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
-from torch._C._distributed_c10d import _resolve_process_group
 
 from autopar.capture.ops import torch_dtype
 from autopar.ir.graph import Ref, TensorType
@@ -29,8 +26,8 @@ from autopar.lower.program import (
 )
 from autopar.lower.segments import Segment, segments
 from autopar.lower.unroll import Turn, lives, totals_of
-from autopar.runtime.groups import StagePeers
 from autopar.runtime.loop import Built, as_alias, join, owned, part_of, reduce_of
+from autopar.runtime.mail import Mail, Route, group_named, plain
 from autopar.runtime.module import AxisGroup, Part, build_part
 
 
@@ -55,17 +52,18 @@ class StageSource:
 
     Attributes:
         row: Its turns, in the order of the schedule.
-        peers: Its peers.
-        stages: Stage that holds each chunk of the model.
+        route: Where its messages go.
         shared: Results of one stage that every rank returns.
-        num_transfers: Values that cross chunks, for tags.
     """
 
     row: tuple[Turn, ...]
-    peers: StagePeers
-    stages: tuple[int, ...]
+    route: Route
     shared: tuple[SharedResult, ...]
-    num_transfers: int
+
+    @property
+    def stage(self) -> int:
+        """Number of the stage."""
+        return self.route.peers.stage
 
 
 def build_stage(
@@ -107,9 +105,6 @@ class _Part:
 Env = dict[Ref, Tensor]
 """Values by name."""
 
-_Posted = list[tuple[Message, Tensor, Any]]
-"""Messages on their way: where they go, and what waits for them."""
-
 
 class _Stage:
     """The parts of a stage and how they are strung together."""
@@ -126,7 +121,7 @@ class _Stage:
         self.device = device
         self.modules: tuple[fx.GraphModule, ...] = ()
         self._groups = groups
-        self._rank = dist.get_rank()
+        self._mail = Mail(programs, source.route, device)
         self._now: Turn | Section | None = None
         self._given = [Ref(entry.name) for entry in self.first.inputs]
         self._totals = totals_of(self.first)
@@ -184,71 +179,72 @@ class _Stage:
 
     def doing(self) -> str:
         """What the stage runs, in words; empty between steps."""
-        now, stage = self._now, self.source.peers.stage
+        now, stage, stages = self._now, self.source.stage, self.source.route.stages
         if now is None:
             return ""
         if isinstance(now, Section):
-            return f"the {now} of stage {stage}"
-        chunk = f"chunk {now.chunk} on " if self.source.stages.count(stage) > 1 else ""
-        words = now.section.replace("_", " ")
-        return f"the {words} of {chunk}stage {stage} for microbatch {now.microbatch}"
+            said = f"the {now} of stage {stage}"
+        else:
+            chunk = f"chunk {now.chunk} on " if stages.count(stage) > 1 else ""
+            words = now.section.replace("_", " ")
+            said = f"the {words} of {chunk}stage {stage} for microbatch {now.microbatch}"
+        if (message := self._mail.waits) is None:
+            return said
+        rank, other = self._mail.peer(message), stages[message.peer]
+        return f"{said}, which waits for rank {rank} of stage {other},"
 
     def run(self, *values: Tensor) -> tuple[Tensor, ...]:
         """Results of the step, in the order of ``Program.results``."""
-        shared: Env = dict(zip(self._given, values, strict=True))
-        sends: list[Any] = []
-        self._outside(Section.PROLOGUE, self._prologue, shared, sends)
-        late = self._loop(shared, sends)
-        shared |= late
-        late.clear()
-        self._outside(Section.EPILOGUE, self._epilogue, shared, sends)
-        for work, _ in sends:
-            work.wait()
-        found = self._returned(shared)
+        self._mail.waits = None
+        try:
+            found = self._run(dict(zip(self._given, values, strict=True)))
+        except BaseException:
+            self._mail.drop()
+            raise
         self._now = None
         return found
 
-    def _outside(
-        self,
-        section: Section,
-        steps: Sequence[tuple[Segment, _Part]],
-        env: Env,
-        sends: list[Any],
-    ) -> None:
+    def _run(self, env: Env) -> tuple[Tensor, ...]:
+        self._outside(Section.PROLOGUE, self._prologue, env)
+        env |= self._loop(env)
+        self._outside(Section.EPILOGUE, self._epilogue, env)
+        self._mail.finish()
+        return self._returned(env)
+
+    def _outside(self, section: Section, steps: Sequence[tuple[Segment, _Part]], env: Env) -> None:
         """Run the prologue or the epilogue: all receives are posted first."""
         self._now = section
-        posted = {m.number: self._post([m], 0) for segment, _ in steps for m in segment.takes}
+        for segment, _ in steps:
+            self._mail.post(segment.takes, 0)
         for segment, part in steps:
-            for message in segment.takes:
-                self._take(posted[message.number], env)
+            self._mail.take(segment.takes, 0, env)
             env |= part([self._read_outside(ref, segment, env) for ref in part.part.inputs], 0)
-            self._give(segment.gives, 0, env, sends)
+            self._mail.give(segment.gives, 0, env)
 
     def _read_outside(self, ref: Ref, segment: Segment, env: Env) -> Tensor:
         """A value that is read outside the loop; the last segment of all takes it."""
         last = segment is self._epilogue[-1][0] and not self._wanted.leaves(ref)
         return env.pop(ref) if last else env[ref]
 
-    def _loop(self, shared: Env, sends: list[Any]) -> Env:
+    def _loop(self, shared: Env) -> Env:
         """Follow the row; what the loop made, joined over the microbatches."""
         held: dict[int, Env] = {}
         totals: Env = {}
-        row = self.source.row
-        posted = self._post(self._arriving(row[0]), row[0].microbatch)
+        row, mail = self.source.row, self._mail
+        mail.post(_of(row[0], self.first.receives), row[0].microbatch)
         for position, turn in enumerate(row):
-            arriving, number = posted, turn.microbatch
-            if position + 1 < len(row):
-                after = row[position + 1]
-                posted = self._post(self._arriving(after), after.microbatch)
+            number = turn.microbatch
+            for after in row[position + 1 : position + 2]:
+                mail.post(_of(after, self.first.receives), after.microbatch)
             self._now = turn
             own = held.setdefault(number, {})
-            self._take(arriving, own)
+            mail.take(_of(turn, self.first.receives), number, own)
             body = self._bodies[turn]
             box = [self._read(ref, position, number, own, shared) for ref in body.part.inputs]
             own |= body(box, number)
-            gives = [m for m in self.first.sends if (m.section, m.chunk) == turn[:2]]
-            self._give(gives, number, {**shared, **own} if gives else {}, sends)
-            self._end(position, number, own, (totals, shared, sends))
+            gives = _of(turn, self.first.sends)
+            mail.give(gives, number, {**shared, **own} if gives else {})
+            self._end(position, number, own, totals, shared)
         return totals | (held.get(0, {}) if self.first.microbatches == 1 else {})
 
     def _read(self, ref: Ref, position: int, number: int, own: Env, shared: Env) -> Tensor:
@@ -259,11 +255,8 @@ class _Stage:
             return own[ref] if not ends or self._wanted.behind_turn(ref) else own.pop(ref)
         return shared.pop(ref) if self._last_of_shared.get(ref) == position else shared[ref]
 
-    def _end(
-        self, position: int, number: int, own: Env, around: tuple[Env, Env, list[Any]]
-    ) -> None:
+    def _end(self, position: int, number: int, own: Env, totals: Env, shared: Env) -> None:
         """Join what is added up, and drop what no later turn reads."""
-        totals, shared, sends = around
         until = self._lives.until
         joined = {ref: own.pop(ref) for ref in self._lives.joins[position]}
         never = position if self.first.microbatches > 1 else len(self.source.row)
@@ -271,67 +264,11 @@ class _Stage:
             del own[ref]
         first = [ref for ref in joined if ref not in totals]
         if first:
-            taken = [*shared.values(), *own.values(), *totals.values()]
-            taken += [held for _, held in sends]
+            taken = [*shared.values(), *own.values(), *totals.values(), *self._mail.leaving]
             totals.update(zip(first, owned([joined[ref] for ref in first], taken), strict=True))
         for ref, term in joined.items():
             if ref not in first:
                 join(totals[ref], term, self._reduces[ref])
-
-    def _arriving(self, turn: Turn) -> list[Message]:
-        return [m for m in self.first.receives if (m.section, m.chunk) == turn[:2]]
-
-    def _post(self, messages: Sequence[Message], number: int) -> _Posted:
-        """Post the receives of an action."""
-        posted: _Posted = []
-        own = self._program(number).receives
-        for message in messages:
-            kind = next(m.local_type for m in own if m.number == message.number)
-            buffer = torch.empty(kind.shape, dtype=torch_dtype(kind.dtype), device=self.device)
-            if buffer.numel() == 0:
-                posted.append((message, buffer, None))
-                continue
-            work = dist.irecv(
-                _plain(buffer),
-                src=self._peer(message),
-                group=self._direction(message.peer, message.chunk),
-                tag=number * self.source.num_transfers + message.number,
-            )
-            posted.append((message, buffer, work))
-        return posted
-
-    def _take(self, posted: _Posted, env: Env) -> None:
-        while posted:
-            message, buffer, work = posted.pop()
-            if work is not None:
-                work.wait()
-            env[message.ref] = buffer
-
-    def _give(
-        self, messages: Sequence[Message], number: int, env: Mapping[Ref, Tensor], sends: list[Any]
-    ) -> None:
-        """Send what leaves behind an action; the buffers live until the sends are done."""
-        sends[:] = [(work, held) for work, held in sends if not work.is_completed()]
-        for message in messages:
-            held = env[message.ref].contiguous()
-            if held.numel() == 0:
-                continue
-            work = dist.isend(
-                _plain(held),
-                dst=self._peer(message),
-                group=self._direction(message.chunk, message.peer),
-                tag=number * self.source.num_transfers + message.number,
-            )
-            sends.append((work, held))
-
-    def _peer(self, message: Message) -> int:
-        """The rank at the other end of a message."""
-        return self.source.peers.rank_of(self._rank, self.source.stages[message.peer])
-
-    def _direction(self, source: int, target: int) -> Any:
-        """Group of messages from one chunk to another."""
-        peers = self.source.peers
-        return group_named(peers.down if source < target else peers.up)
 
     def _returned(self, env: Mapping[Ref, Tensor]) -> tuple[Tensor, ...]:
         """Results in order; those of one stage are sent to all ranks."""
@@ -342,7 +279,7 @@ class _Stage:
             if item is None:
                 found.append(env[ref])
                 continue
-            mine = item.stage == self.source.peers.stage
+            mine = item.stage == self.source.stage
             kind = item.type
             value = (
                 env[ref].clone()
@@ -350,22 +287,16 @@ class _Stage:
                 else torch.empty(kind.shape, dtype=torch_dtype(kind.dtype), device=self.device)
             )
             if value.numel():
-                first = item.stage * self.source.peers.num_ranks
-                dist.broadcast(_plain(value), src=first, group=group_named(self.source.peers.down))
+                peers = self.source.route.peers
+                first = item.stage * peers.num_ranks
+                dist.broadcast(plain(value), src=first, group=group_named(peers.down))
             found.append(value)
         return tuple(found)
 
 
-def group_named(name: Any) -> Any:
-    """The open process group of a name."""
-    return _resolve_process_group(name)
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """The tensor as backends carry it."""
-    if tensor.dtype is torch.bool:
-        return tensor.view(torch.uint8)
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+def _of(turn: Turn, messages: Sequence[Message]) -> list[Message]:
+    """The messages of a turn."""
+    return [m for m in messages if (m.section, m.chunk) == turn[:2]]
 
 
 class _Wanted:

@@ -52,7 +52,7 @@ class StepSource:
     @property
     def stage_number(self) -> int:
         """The rank's stage of a pipeline, 0 without one."""
-        return 0 if self.stage is None else self.stage.peers.stage
+        return 0 if self.stage is None else self.stage.stage
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -26,9 +27,9 @@ def fresh_pool() -> Iterator[Pool]:
     made.close()
 
 
-def pipeline() -> tuple[Any, Any]:
+def pipeline(schedule: str) -> tuple[Any, Any]:
     model, batch, loss = mlp()
-    hints = HINTS["pp2mb2-1f1b"]
+    hints = HINTS[f"pp2mb2-{schedule}"]
     parallel = autopar.compile(model, autopar.Cluster.local(2), batch, loss=loss, hints=hints)
     parallel(batch).backward()
     return parallel, batch
@@ -60,9 +61,9 @@ def dead(*args: Any, **kwargs: Any) -> None:
     os._exit(3)
 
 
-def step_with(replacement: Any) -> tuple[str, float]:
+def step_with(replacement: Any, schedule: str) -> tuple[str, float]:
     groups.SETTLE_S = 2.0
-    parallel, batch = pipeline()
+    parallel, batch = pipeline(schedule)
     if dist.get_rank() == 1:
         break_backward(parallel, replacement)
     start = time.monotonic()
@@ -74,25 +75,30 @@ def step_with(replacement: Any) -> tuple[str, float]:
     return str(caught.value), seconds
 
 
-def failing() -> tuple[str, float]:
-    return step_with(broken)
+def failing(schedule: str) -> tuple[str, float]:
+    return step_with(broken, schedule)
 
 
-def dying() -> tuple[str, float]:
-    return step_with(dead)
+def dying(schedule: str) -> tuple[str, float]:
+    return step_with(dead, schedule)
 
 
-def test_a_stage_that_fails_mid_schedule_ends_the_others(fresh_pool: Pool) -> None:
-    (first, seconds), (second, _) = fresh_pool.run(failing, timeout_s=60)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_a_stage_that_fails_mid_schedule_ends_the_others(fresh_pool: Pool, schedule: str) -> None:
+    (first, seconds), (second, _) = fresh_pool.run(failing, schedule, timeout_s=60)
+    chunk = "chunk 2 on " if schedule == "zb-v" else ""
+    assert f"in the backward of {chunk}stage 1 for microbatch 0" in second
     assert "IndexError: index out of range" in second
     assert "rank 1 failed in" in first
     assert "IndexError: index out of range" in first
     assert seconds < groups.NAMING_S
 
 
-def test_a_stage_that_dies_mid_schedule_is_named(fresh_pool: Pool) -> None:
-    (ok, found, _), (died, _, _) = fresh_pool.outcomes(dying, timeout_s=60)
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_a_stage_that_dies_mid_schedule_is_named(fresh_pool: Pool, schedule: str) -> None:
+    (ok, found, _), (died, _, _) = fresh_pool.outcomes(dying, schedule, timeout_s=60)
     assert ok, found
     assert not died
     assert "rank 1 gave no sign of life" in found[0]
+    assert re.search(r"stage 0 for microbatch \d, which waits for rank 1 of stage 1,", found[0])
     assert found[1] < groups.NAMING_S

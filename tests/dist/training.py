@@ -45,7 +45,8 @@ HINTS |= {
         "tp2": {"dp": 1, "tp": 2},
     }.items()
     for count in (1, 2, 3)  # three of five samples are uneven
-    for name in ("1f1b", "gpipe")
+    for name in ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v")
+    if name != "interleaved" or count == 2  # whole rounds of both stages
 }
 
 

@@ -112,7 +112,8 @@ def bert(layers: int = 2, dropout: float = 0.0) -> Built:
     return model, {"input_ids": ids, "attention_mask": mask, "labels": labels}, output_loss
 
 
-def t5(dropout: float = 0.0) -> Built:
+def t5(layers: int = 2, dropout: float = 0.0) -> Built:
+    """Encoder and decoder, one embedding for both and for the head."""
     from transformers import T5Config, T5ForConditionalGeneration
 
     torch.manual_seed(8)
@@ -121,15 +122,18 @@ def t5(dropout: float = 0.0) -> Built:
         d_model=24,
         d_kv=6,
         d_ff=48,
-        num_layers=1,
+        num_layers=layers,
+        num_decoder_layers=layers,
         num_heads=4,
         dropout_rate=dropout,
         decoder_start_token_id=0,
-        pad_token_id=0,
+        use_cache=False,
     )
     model = T5ForConditionalGeneration(config).train()
     ids = torch.randint(1, 40, (4, 8))
-    return model, {"input_ids": ids, "labels": ids[:, :6].contiguous()}, output_loss
+    labels = torch.randint(1, 40, (4, 6))
+    labels[1, 4:] = -100
+    return model, {"input_ids": ids, "labels": labels}, output_loss
 
 
 class Drawing(nn.Module):
@@ -155,6 +159,81 @@ def drawing(batch_size: int = 8) -> Built:
     torch.manual_seed(9)
     model = Drawing()
     return model, {"x": torch.randn(batch_size, 4, 8), "y": torch.randn(batch_size, 4, 8)}, mlp_loss
+
+
+class UNet(nn.Module):
+    """Convolutions down and up again, every level read again on the way up."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.enter = nn.Conv2d(3, width, 3, padding=1)
+        self.down = nn.ModuleList(
+            nn.Conv2d(width * 2**i, width * 2 ** (i + 1), 3, stride=2, padding=1) for i in range(2)
+        )
+        self.middle = nn.Conv2d(width * 4, width * 4, 3, padding=1)
+        self.up = nn.ModuleList(
+            nn.ConvTranspose2d(width * 2 ** (i + 1), width * 2**i, 2, stride=2) for i in (1, 0)
+        )
+        self.join = nn.ModuleList(
+            nn.Conv2d(width * 2 ** (i + 1), width * 2**i, 3, padding=1) for i in (1, 0)
+        )
+        self.leave = nn.Conv2d(width, 2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.relu(self.enter(x))
+        levels = []
+        for down in self.down:
+            levels.append(h)
+            h = torch.relu(down(h))
+        h = torch.relu(self.middle(h))
+        for up, joined in zip(self.up, self.join, strict=True):
+            h = torch.relu(joined(torch.cat([up(h), levels.pop()], dim=1)))
+        return self.leave(h)
+
+
+def unet() -> Built:
+    torch.manual_seed(9)
+    batch = {"x": torch.randn(4, 3, 8, 8), "y": torch.randn(4, 2, 8, 8)}
+    return UNet(), batch, mlp_loss
+
+
+class ResNet(nn.Module):
+    """Two residual blocks of convolutions and batch normalisation by running statistics."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3, padding=1, bias=False)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Conv2d(width, width, 3, padding=1, bias=False),
+                nn.BatchNorm2d(width),
+                nn.ReLU(),
+                nn.Conv2d(width, width, 3, padding=1, bias=False),
+                nn.BatchNorm2d(width),
+            )
+            for _ in range(2)
+        )
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.relu(self.stem(x))
+        for block in self.blocks:
+            h = torch.relu(h + block(h))
+        return self.head(h.mean((2, 3)))
+
+
+def class_loss(model: Any, batch: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def resnet() -> Built:
+    torch.manual_seed(10)
+    model = ResNet()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.normal_(module.running_mean, std=0.2)
+            nn.init.uniform_(module.running_var, 0.5, 1.5)
+    return model.eval(), {"x": torch.randn(4, 3, 6, 6), "y": torch.tensor([0, 3, 1, 4])}, class_loss
 
 
 MODELS: dict[str, Callable[[], Built]] = {"mlp": mlp, "llama": llama, "gpt2": gpt2, "bert": bert}

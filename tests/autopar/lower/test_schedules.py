@@ -1,0 +1,119 @@
+"""Every schedule, as its rows say: exact, in order, and holding what it promises."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from autopar.capture import capture_step
+from autopar.cost.node import NodeCost, axis_seconds
+from autopar.ir.sharding import Mesh
+from autopar.lower.program import Section
+from autopar.plan.records import StagePlan
+from autopar.schedules.table import SCHEDULES, Size
+from autopar.search.analysis import Analysis, analyse
+from autopar.search.build import StateBytes, build_problem, decode
+from autopar.search.intra import solve
+from autopar.search.restrict import Restrictions
+from autopar.search.stages import Pipeline, balanced_cuts, forward_order, split_stages
+from cost_models.cluster import Cluster
+from tests.oracles import models
+from tests.oracles.models import Built
+from tests.oracles.pipeline import assert_pipeline_exact
+
+MODELS: dict[str, Callable[[], Built]] = {
+    "llama": models.llama,
+    "gpt2": models.gpt2,
+    "t5": models.t5,
+    "unet": models.unet,
+    "resnet": models.resnet,
+}
+ONE = Mesh(("a",), (1,))
+DATA = Mesh(("dp",), (2,), roles=("dp",))
+TENSOR = Mesh(("tp",), (2,), roles=("tp",))
+UNEVEN = 3
+"""Microbatches of five samples: two, two and one."""
+
+
+@functools.cache
+def subject(name: str, mesh: Mesh) -> tuple[Built, Any, Analysis, StagePlan]:
+    """A model, its captured step and a plan of the whole of it."""
+    model, batch, loss = MODELS[name]()
+    if mesh.microbatches == UNEVEN:
+        batch = {key: torch.cat([value, value[:1].roll(1, -1)]) for key, value in batch.items()}
+    captured = capture_step(model, batch, loss, grad=True)
+    analysis = analyse(captured.graph)
+    cluster = Cluster.local(mesh.num_ranks)
+    cost = NodeCost(cluster.device(0), mesh, axis_seconds(cluster, mesh))
+    states = StateBytes(per_element=8.0, update_bytes_per_s=1e9)
+    problem = build_problem(analysis, mesh, cost, states, Restrictions())
+    plan = decode(problem, analysis, solve(problem.problem))
+    return (model, batch, loss), captured, analysis, plan
+
+
+def cut(analysis: Analysis, plan: StagePlan, schedule: str, num_stages: int) -> Pipeline:
+    """Equally many ops a chunk."""
+    spec = SCHEDULES[schedule]
+    count = num_stages * spec.least_chunks
+    lanes = [spec.lane_of_chunk(chunk, num_stages) for chunk in range(count)]
+    cuts = balanced_cuts([1.0] * len(forward_order(analysis)), count)
+    return split_stages(analysis, plan, cuts, lanes)
+
+
+def cases() -> list[Any]:
+    """The whole matrix; by default the cheapest parts that cover every value of every axis."""
+    default = {
+        ("llama", "zb-v", 4, TENSOR, 2),
+        ("llama", "interleaved", 2, DATA, 4),
+        ("gpt2", "zb-v", 2, ONE, UNEVEN),
+        ("gpt2", "interleaved", 4, ONE, 4),
+        ("t5", "interleaved", 4, ONE, 4),
+        ("t5", "zb-h1", 2, TENSOR, 2),
+        ("t5", "zb-v", 4, ONE, 1),
+        ("unet", "zb-h1", 4, ONE, UNEVEN),
+        ("unet", "zb-v", 2, ONE, 2),
+        ("unet", "early-backward", 4, ONE, 4),
+        ("resnet", "zb-h2", 2, ONE, 4),
+        ("resnet", "early-backward-2", 4, ONE, UNEVEN),
+        ("resnet", "1f1b", 2, DATA, 2),
+        ("resnet", "gpipe", 4, ONE, 1),
+    }
+    found = []
+    for name in MODELS:
+        for schedule, spec in SCHEDULES.items():
+            for stages in (2, 4):
+                for mesh in (ONE, DATA, TENSOR):
+                    for count in (1, 2, 4, UNEVEN):
+                        if spec.whole_rounds and count % stages:
+                            continue
+                        if count * mesh.num_ranks > 4 and mesh is DATA:
+                            continue  # no sample for some rank in some microbatch
+                        case = (name, schedule, stages, mesh, count)
+                        marks = () if case in default else pytest.mark.large
+                        found.append(
+                            pytest.param(*case, marks=marks, id="-".join(map(_text, case)))
+                        )
+    return found
+
+
+def _text(value: object) -> str:
+    return value.names[0] if isinstance(value, Mesh) else str(value)
+
+
+@pytest.mark.parametrize(("name", "schedule", "stages", "mesh", "count"), cases())
+def test_every_schedule_is_exact(
+    name: str, schedule: str, stages: int, mesh: Mesh, count: int
+) -> None:
+    built, captured, analysis, plan = subject(name, mesh.with_time(count))
+    pipeline = cut(analysis, plan, schedule, stages)
+    lanes = assert_pipeline_exact(*built, analysis, pipeline, captured, schedule)
+    spec = SCHEDULES[schedule]
+    size = Size(lanes=stages, chunks=spec.least_chunks, microbatches=count)
+    for lane, bound in zip(lanes, spec.live_bounds(size), strict=True):
+        assert lane.most_live <= bound
+        parts = {i.section for p in lane.variants[0] for i in p.instructions}
+        assert (Section.WEIGHT_GRADIENT in parts) <= spec.splits_backward
