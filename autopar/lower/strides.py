@@ -204,6 +204,8 @@ def view_strides(instruction: Instruction, shape: Shape, strides: Strides) -> St
     """
     if instruction.op == "aten.reshape.default":
         return viewed(shape, strides, instruction.outputs[0].shape)
+    if instruction.op == "aten.contiguous.default":
+        return strides if is_dense(shape, strides) else None
     made = _VIEWS.get(instruction.op)
     if made is None:
         return dense(instruction.outputs[0].shape)

@@ -57,30 +57,34 @@ class Lives:
     joins: tuple[tuple[Ref, ...], ...]
 
 
-def lives(program: Program, row: Row) -> Lives:
+def lives(programs: Sequence[Program], row: Row) -> Lives:
     """How long each value of the loop lives in a row.
 
     Args:
-        program: Of one rank, with all its chunks.
+        programs: The rank's program of every microbatch, with all its chunks; the last one serves
+            for all that follow.
         row: Its turns.
     """
-    touched = _touched(program)
-    behind = set(program.results) | {
-        ref
-        for i in program.instructions
-        if i.section is Section.EPILOGUE and i.op != ACCUMULATE
-        for ref in i.operands
-    }
+    touched = [_touched(program) for program in programs]
+    behind = [set(program.results) | _read_behind(program) for program in programs]
     until: dict[tuple[Ref, int], int] = {}
     for at, (section, chunk, number) in enumerate(row):
-        here = touched.get((section, chunk), ())
-        until.update(((ref, number), at) for ref in here if ref not in behind)
+        own = min(number, len(programs) - 1)
+        here = touched[own].get((section, chunk), ())
+        until.update(((ref, number), at) for ref in here if ref not in behind[own])
     joins: list[list[Ref]] = [[] for _ in row]
-    for ref in totals_of(program):
-        for number in dict.fromkeys(turn.microbatch for turn in row):
+    totals = [totals_of(program) for program in programs]
+    for number in dict.fromkeys(turn.microbatch for turn in row):
+        for ref in totals[min(number, len(programs) - 1)]:
             if (ref, number) in until:
                 joins[until[ref, number]].append(ref)
     return Lives(until, tuple(map(tuple, joins)))
+
+
+def _read_behind(program: Program) -> set[Ref]:
+    """What the epilogue reads as it is."""
+    epilogue = (i for i in program.instructions if i.section is Section.EPILOGUE)
+    return {ref for i in epilogue if i.op != ACCUMULATE for ref in i.operands}
 
 
 def totals_of(program: Program) -> tuple[Ref, ...]:
@@ -125,14 +129,17 @@ def unroll(program: Program, row: Row) -> Program:
         parts.setdefault((i.section, i.chunk), []).append(i)
     makers = _makers(program)
     made = {ref.node for ref in makers}
-    joins = lives(program, row).joins
+    joins = lives([program], row).joins
     found = [_received(m, "") for m in program.receives if m.section is Section.PROLOGUE]
     found += [i for i in program.instructions if i.section is Section.PROLOGUE]
+    found += [_sent(m, made, 0) for m in program.sends if m.section is Section.PROLOGUE]
     for at, (section, chunk, number) in enumerate(row):
         for turn in row[at + 1 if at else 0 : at + 2]:
             arriving = [m for m in program.receives if (m.section, m.chunk) == turn[:2]]
             found += [_received(m, f"@{turn.microbatch}") for m in arriving]
         found += [_renamed(i, made, number) for i in parts.get((section, chunk), ())]
+        leaving = [m for m in program.sends if (m.section, m.chunk) == (section, chunk)]
+        found += [_sent(m, made, number) for m in leaving]
         if number:
             found += [_join(ref, makers[ref], number) for ref in joins[at]]
     found += [_received(m, "") for m in program.receives if m.section is Section.EPILOGUE]
@@ -160,6 +167,21 @@ def _received(message: Message, suffix: str) -> Instruction:
         kwargs=(("dtype", Const("dtype", message.local_type.dtype)),),
         outputs=(message.local_type,),
         origin=message.value,
+        section=message.section,
+        chunk=message.chunk,
+    )
+
+
+def _sent(message: Message, made: set[str], number: int) -> Instruction:
+    """What is sent is there until its turn is over."""
+    ref = message.ref
+    return Instruction(
+        name=f"send {message.number}@{number}",
+        op="aten.contiguous.default",
+        args=(Ref(f"{ref.node}@{number}", ref.index) if ref.node in made else ref,),
+        outputs=(message.local_type,),
+        origin=message.value,
+        view=True,
         section=message.section,
         chunk=message.chunk,
     )

@@ -59,7 +59,8 @@ class Mail:
         self._sent: list[tuple[Any, Tensor]] = []
 
     def post(self, messages: Sequence[Message], microbatch: int) -> None:
-        """Post the receives of messages."""
+        """Post the receives of messages; what has been sent meanwhile is let go of."""
+        self._sent[:] = [(work, held) for work, held in self._sent if not work.is_completed()]
         types = self._types[min(microbatch, len(self._types) - 1)]
         for message in messages:
             kind = types[message.number]
@@ -86,7 +87,6 @@ class Mail:
 
     def give(self, messages: Sequence[Message], microbatch: int, env: Mapping[Ref, Tensor]) -> None:
         """Send messages; what they hold lives until they are done."""
-        self._sent[:] = [(work, held) for work, held in self._sent if not work.is_completed()]
         for message in messages:
             held = env[message.ref].contiguous()
             if held.numel():

@@ -139,7 +139,12 @@ class _Stage:
                 built[body] = self._part(body)
             self._bodies[turn] = built[body]
         self._epilogue = self._steps(Section.EPILOGUE)
-        self._lives = lives(self.first, source.row)
+        self._lives = lives(programs, source.row)
+        self._behind = [
+            {m.ref for m in _of(turn, self._program(turn.microbatch).sends)} | set(joined)
+            for turn, joined in zip(source.row, self._lives.joins, strict=True)
+        ]
+        self._total_of = [dict(zip(totals_of(p), self._totals, strict=True)) for p in programs]
         self._last_of_shared = self._last_reads()
 
     def _program(self, number: int) -> Program:
@@ -242,7 +247,7 @@ class _Stage:
             body = self._bodies[turn]
             box = [self._read(ref, position, number, own, shared) for ref in body.part.inputs]
             own |= body(box, number)
-            gives = _of(turn, self.first.sends)
+            gives = _of(turn, self._program(number).sends)
             mail.give(gives, number, {**shared, **own} if gives else {})
             self._end(position, number, own, totals, shared)
         return totals | (held.get(0, {}) if self.first.microbatches == 1 else {})
@@ -251,14 +256,14 @@ class _Stage:
         """A value that a turn reads; its last reader takes it."""
         if ref in own:
             ends = self._lives.until.get((ref, number)) == position
-            # What is sent or joined behind the turn stays for that.
-            return own[ref] if not ends or self._wanted.behind_turn(ref) else own.pop(ref)
+            return own.pop(ref) if ends and ref not in self._behind[position] else own[ref]
         return shared.pop(ref) if self._last_of_shared.get(ref) == position else shared[ref]
 
     def _end(self, position: int, number: int, own: Env, totals: Env, shared: Env) -> None:
         """Join what is added up, and drop what no later turn reads."""
         until = self._lives.until
-        joined = {ref: own.pop(ref) for ref in self._lives.joins[position]}
+        total_of = self._total_of[min(number, len(self._programs) - 1)]
+        joined = {total_of[ref]: own.pop(ref) for ref in self._lives.joins[position]}
         never = position if self.first.microbatches > 1 else len(self.source.row)
         for ref in [ref for ref in own if until.get((ref, number), never) <= position]:
             del own[ref]
@@ -303,14 +308,13 @@ class _Wanted:
     """Which values leave the part that makes them."""
 
     def __init__(self, programs: Sequence[Program]) -> None:
-        first = programs[0]
         self._readers: dict[Ref, set[str]] = {}
         for program in programs:
             for instruction in program.instructions:
                 for ref in instruction.operands:
                     self._readers.setdefault(ref, set()).add(instruction.name)
-        self._behind = {m.ref for m in first.sends} | set(totals_of(first))
-        self._leaving = self._behind | set(first.results)
+        self._leaving = {m.ref for p in programs for m in p.sends}
+        self._leaving |= {ref for p in programs for ref in (*totals_of(p), *p.results)}
 
     def outside(self, ref: Ref, names: set[str]) -> bool:
         """Whether anything but the instructions of these names reads a value that they make."""
@@ -319,7 +323,3 @@ class _Wanted:
     def leaves(self, ref: Ref) -> bool:
         """Whether a value is sent, added up or a result."""
         return ref in self._leaving
-
-    def behind_turn(self, ref: Ref) -> bool:
-        """Whether a value is sent or joined behind the turn that reads it last."""
-        return ref in self._behind

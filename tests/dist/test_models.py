@@ -17,8 +17,9 @@ DEFAULT = {
     ("llama", 2, "pp2mb2-1f1b"),
     ("llama", 4, "dp2tp2"),
     ("gpt2", 2, "tp2"),
-    ("gpt2", 2, "pp2mb3-1f1b"),
-    ("gpt2", 4, "pp2dp2mb2-gpipe"),
+    ("gpt2", 2, "pp2mb2-interleaved"),
+    ("gpt2", 2, "pp2mb3-zb-v"),
+    ("gpt2", 4, "pp2dp2mb2-zb-h1"),
     ("bert", 2, "zero3x2"),
     ("bert", 2, "pp2mb1-gpipe"),
 }

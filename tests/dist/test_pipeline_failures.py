@@ -83,7 +83,7 @@ def dying(schedule: str) -> tuple[str, float]:
     return step_with(dead, schedule)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.large), "zb-v"])
 def test_a_stage_that_fails_mid_schedule_ends_the_others(fresh_pool: Pool, schedule: str) -> None:
     (first, seconds), (second, _) = fresh_pool.run(failing, schedule, timeout_s=60)
     chunk = "chunk 2 on " if schedule == "zb-v" else ""
@@ -94,7 +94,9 @@ def test_a_stage_that_fails_mid_schedule_ends_the_others(fresh_pool: Pool, sched
     assert seconds < groups.NAMING_S
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", pytest.param("interleaved", marks=pytest.mark.large)]
+)
 def test_a_stage_that_dies_mid_schedule_is_named(fresh_pool: Pool, schedule: str) -> None:
     (ok, found, _), (died, _, _) = fresh_pool.outcomes(dying, schedule, timeout_s=60)
     assert ok, found

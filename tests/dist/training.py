@@ -146,7 +146,7 @@ def parallel_run(
         lambda: autopar.clip_grad_norm_(parallel, MAX_NORM),
     )
     found["pieces"] = {name: piece(p) for name, p in parallel.named_parameters()}
-    found["stages"] = len(parallel.plan.stages)
+    found["stages"] = parallel.plan.num_stages
     found["microbatches"] = parallel.plan.microbatches
     return found
 

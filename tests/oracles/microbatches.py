@@ -10,7 +10,7 @@ import torch
 from autopar.ir.graph import Ref
 from autopar.lower.program import ACCUMULATE, LOOP, Message, Program, Section
 from autopar.lower.segments import Segment, segments
-from autopar.lower.unroll import Row, Turn, lives
+from autopar.lower.unroll import Row, Turn, lives, totals_of
 from tests.oracles.lockstep import Env, run_instructions, start
 
 
@@ -63,7 +63,15 @@ class Lane:
         first = self.variants[0][0]
         before, behind = (segments(first, s) for s in (Section.PROLOGUE, Section.EPILOGUE))
         self.events: list[Segment | Turn] = [*before, *self.row, *behind]
-        self.lives = lives(first, self.row)
+        ranks = range(len(self.envs))
+        self.lives = [lives([v[r] for v in self.variants], self.row) for r in ranks]
+        self.total_of = [
+            [
+                dict(zip(totals_of(p), totals_of(q), strict=True))
+                for p, q in zip(v, self.variants[0], strict=True)
+            ]
+            for v in self.variants
+        ]
         self.first_turn = len(before)
         self.totals: list[Env] = [{} for _ in self.envs]
         self.local: dict[int, list[Env]] = {}
@@ -117,12 +125,12 @@ class Lane:
             self.most_live = max(self.most_live, len(self.live))
         if turn.section is last:
             self.live.discard((turn.chunk, turn.microbatch))
-        for env, total in zip(envs, self.totals, strict=True):
-            for ref in self.lives.joins[position]:
-                seen = total.get(ref)
-                total[ref] = env[ref] if seen is None else seen + env[ref]
-        until, m = self.lives.until, turn.microbatch
-        for rank, env in enumerate(envs):
+        m = turn.microbatch
+        for rank, (env, total) in enumerate(zip(envs, self.totals, strict=True)):
+            until = self.lives[rank].until
+            for ref in self.lives[rank].joins[position]:
+                first = self.total_of[min(m, len(self.variants) - 1)][rank][ref]
+                total[first] = total[first] + env[ref] if first in total else env[ref]
             inner = {ref: value for ref, value in env.items() if ref not in self.envs[rank]}
             self.local[m][rank] = {
                 r: v for r, v in inner.items() if until.get((r, m), -1) > position

@@ -88,7 +88,7 @@ def assert_exact(
     tolerance: float = 1e-5,
 ) -> None:
     """Loss and every gradient of the programs of one stage equal one process."""
-    values = _values(model, batch, analysis, captured)
+    values = values_of(model, batch, analysis, captured)
     if isinstance(programs[0], Program):
         envs = run_lockstep(programs, values)
     else:
@@ -109,7 +109,7 @@ def assert_pipeline_exact(
 ) -> list[Lane]:
     """Loss and every gradient of a pipeline equal one process; its lanes, at their end."""
     lanes = lanes_of(analysis, pipeline, schedule)
-    found = run_pipeline(lanes, _values(model, batch, analysis, captured))
+    found = run_pipeline(lanes, values_of(model, batch, analysis, captured))
     ended = [(lane.variants[0], lane.envs) for lane in found]
     _compare((model, batch, loss), analysis, ended, tolerance)
     return found
@@ -151,7 +151,7 @@ def lanes_of(
     ]
 
 
-def _values(
+def values_of(
     model: torch.nn.Module, batch: Any, analysis: Analysis, captured: Any
 ) -> dict[str, torch.Tensor]:
     """Whole tensor of everything that enters the graph."""

@@ -12,7 +12,10 @@ import torch
 from autopar.capture import capture_step
 from autopar.cost.node import NodeCost, axis_seconds
 from autopar.ir.sharding import Mesh
+from autopar.lower.live import live_bytes, storages
 from autopar.lower.program import Section
+from autopar.lower.rows import memory_turns
+from autopar.lower.unroll import unroll
 from autopar.plan.records import StagePlan
 from autopar.schedules.table import SCHEDULES, Size
 from autopar.search.analysis import Analysis, analyse
@@ -23,7 +26,8 @@ from autopar.search.stages import Pipeline, balanced_cuts, forward_order, split_
 from cost_models.cluster import Cluster
 from tests.oracles import models
 from tests.oracles.models import Built
-from tests.oracles.pipeline import assert_pipeline_exact
+from tests.oracles.pipeline import assert_pipeline_exact, lanes_of, values_of
+from tests.oracles.wire import run_stages
 
 MODELS: dict[str, Callable[[], Built]] = {
     "llama": models.llama,
@@ -117,3 +121,66 @@ def test_every_schedule_is_exact(
         assert lane.most_live <= bound
         parts = {i.section for p in lane.variants[0] for i in p.instructions}
         assert (Section.WEIGHT_GRADIENT in parts) <= spec.splits_backward
+
+
+def running(name: str, schedule: str, stages: int, count: int) -> Any:
+    """The real runner of every stage: programs and rows, live bytes and what it did."""
+    built, captured, analysis, plan = subject(name, ONE.with_time(count))
+    pipeline = cut(analysis, plan, schedule, stages)
+    lanes = [([m[0] for m in v], row) for v, row in lanes_of(analysis, pipeline, schedule)]
+    tensors = values_of(built[0], built[1], analysis, captured)
+    held = tuple(stage.first_rank for stage in pipeline.stages)
+    return lanes, *run_stages(lanes, held, tensors)
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "stages", "count"),
+    [
+        ("llama", "1f1b", 4, 4),
+        ("llama", "zb-v", 2, 4),
+        ("gpt2", "zb-h1", 4, 4),
+        ("gpt2", "interleaved", 2, 4),
+        ("t5", "zb-v", 4, 2),
+        ("unet", "gpipe", 2, 2),
+    ],
+)
+def test_a_stage_holds_the_bytes_that_are_simulated(
+    name: str, schedule: str, stages: int, count: int
+) -> None:
+    lanes, counts, _ = running(name, schedule, stages, count)
+    for (programs, row), counted in zip(lanes, counts, strict=True):
+        peaks = []
+        for turns in (row, memory_turns(row)):
+            program = unroll(programs[0], turns)
+            peaks.append(max(live_bytes(program, storages(program))))
+        assert peaks[0] == peaks[1]
+        assert peaks[0] == counted.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "count"), [("1f1b", 4, 4), ("interleaved", 2, 4), ("zb-v", 2, 3)]
+)
+def test_messages_run_beside_what_does_not_need_them(
+    schedule: str, stages: int, count: int
+) -> None:
+    """A receive is posted before the action ahead of its own, a send right behind its action."""
+    lanes, _, events = running("gpt2", schedule, stages, count)
+    for (programs, row), happened in zip(lanes, events, strict=True):
+        runs = {event[1]: place for place, event in enumerate(happened) if event[0] == "run"}
+        assert list(runs) == list(row)
+        program = programs[0]
+        per_microbatch = 1 + max(m.number for other, _ in lanes for m in other[0].sends)
+        places = [runs[turn] for turn in row]
+        for at, turn in enumerate(row):
+            before = places[at - 1] if at else places[0]
+            after = places[at + 1] if at + 1 < len(row) else len(happened)
+            for messages, check in (
+                (program.receives, ("receive", 0, before)),
+                (program.receives, ("take", before if at else 0, places[at])),
+                (program.sends, ("send", places[at], after)),
+            ):
+                what, first, last = check
+                for message in messages:
+                    if (message.section, message.chunk) == turn[:2]:
+                        tag = turn.microbatch * per_microbatch + message.number
+                        assert first <= happened.index((what, tag)) < last, (turn, what)
