@@ -22,6 +22,7 @@ from autopar.plan.text import (
     legend,
     mesh_text,
     op_of,
+    place_text,
     render,
     section,
     table,
@@ -58,10 +59,13 @@ def explain_view(plan: Plan, module: str = "") -> RenderableType:
     headline = Text.assemble((title, "bold"), where, f" on {plan.cluster}")
     parts: list[RenderableType] = [headline]
     cells: list[str] = []
-    for stage in plan.stages:
+    for number, stage in enumerate(plan.stages):
         own = [p for p in stage.parameters if _below(p.name, roots)]
         nodes = [n for n in stage.nodes if _below(plan.modules.get(n.name, ""), roots)]
-        parts.append(Text(f"  mesh   {mesh_text(stage)}"))
+        if roots and not own and not nodes:
+            continue
+        place = f", {place_text(plan, number)}" if len(plan.stages) > 1 else ""
+        parts.append(Text(f"  mesh   {mesh_text(stage)}{place}"))
         for title, rows, columns in (
             ("parameters", fold_names(_parameters(own, stage, roots)), _PARAMETER),
             ("ops that change how values lie", fold_names(_ops(plan, nodes, stage, roots)), _OP),

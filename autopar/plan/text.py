@@ -89,8 +89,10 @@ def _headline(plan: Plan) -> RenderableType:
         (seconds_text(plan.prediction.step_s), "bold green"),
     )
     facts = Table.grid(padding=(0, 2, 0, 0))
-    for stage in plan.stages:
-        add_row(facts, "mesh", mesh_text(stage))
+    for text in dict.fromkeys(map(mesh_text, plan.stages)):
+        add_row(facts, "mesh", text)
+    if len(plan.stages) > 1:
+        add_row(facts, "stages", pipeline_text(plan))
     add_row(facts, "batch", ", ".join(f"{path} {kind}" for path, kind in plan.batch.items()))
     if plan.microbatches != 1:
         add_row(facts, "", f"in {plan.microbatches} microbatches")
@@ -112,6 +114,13 @@ def mesh_text(stage: StagePlan) -> str:
         others = ", ".join(role for role in roles.split(", ") if role != name)
         axes.append(f"{name}={size} ({others})" if others else f"{name}={size}")
     return " x ".join(axes) or "one rank"
+
+
+def pipeline_text(plan: Plan) -> str:
+    """Stages, chunks and schedule of a pipeline."""
+    count, held = plan.num_stages, len(plan.stages) // plan.num_stages
+    chunks = f" of {held} chunks each" if held > 1 else ""
+    return f"{count}{chunks}, schedule {plan.schedule}"
 
 
 def axis_roles(stage: StagePlan) -> tuple[str, ...]:
@@ -158,7 +167,7 @@ LEGEND = {
 
 
 def _stage(plan: Plan, stage: StagePlan, number: int) -> Iterator[RenderableType]:
-    title = "" if len(plan.stages) == 1 else f" of stage {number}, from rank {stage.first_rank}"
+    title = "" if len(plan.stages) == 1 else f" of {place_text(plan, number)}"
     total = sum(p.type.num_elements for p in stage.parameters)
     parameters = fold_names((p.name, parameter_cells(p, stage.mesh)) for p in stage.parameters)
     made = table("name", "shape", "stored", "used")
@@ -170,6 +179,14 @@ def _stage(plan: Plan, stage: StagePlan, number: int) -> Iterator[RenderableType
         add_grouped(made, values)
         yield section(f"values{title}", [made])
     yield legend(cell for one in parameters + values for cell in one.meaning[1:])
+
+
+def place_text(plan: Plan, number: int) -> str:
+    """Stage and ranks of a chunk, in words."""
+    stage = f"stage {plan.stage_of_chunks[number]}"
+    several = len(plan.stages) > plan.num_stages
+    where = f"chunk {number} on {stage}" if several else stage
+    return f"{where}, from rank {plan.stages[number].first_rank}"
 
 
 def parameter_cells(parameter: ParameterPlan, mesh: Mesh) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from autopar.plan.text import (
     memory_kinds,
     mesh_text,
     parameter_cells,
+    pipeline_text,
     render,
     section,
     table,
@@ -72,7 +73,8 @@ def _batch(plan: Plan) -> str:
 
 
 def _mesh(plan: Plan) -> str:
-    return "; ".join(mesh_text(stage) for stage in plan.stages)
+    meshes = "; ".join(dict.fromkeys(map(mesh_text, plan.stages)))
+    return meshes if len(plan.stages) == 1 else f"{meshes}, stages: {pipeline_text(plan)}"
 
 
 def _predictions(a: Plan, b: Plan) -> Iterator[tuple[str, str, str, str]]:
