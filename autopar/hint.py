@@ -105,10 +105,12 @@ class PerMicrobatch:
     pattern: str
 
 
-Later = Recompute | Keep | Offload | CutBefore | Stage | PerMicrobatch
+Later = Recompute | Keep | Offload | PerMicrobatch
 """Hints that have their names already, and that this version refuses."""
 
-Hint = Degrees | Shard | Replicate | MemoryLimit | Microbatches | Schedule | Later
+Hint = (
+    Degrees | Shard | Replicate | MemoryLimit | Microbatches | Schedule | CutBefore | Stage | Later
+)
 
 
 def degrees(
@@ -217,12 +219,18 @@ def offload(pattern: str) -> Offload:
 
 
 def cut_before(pattern: str) -> CutBefore:
-    """Begin a pipeline stage at the module; refused for now."""
+    """Begin a pipeline stage, or a chunk of one, before every module that matches."""
     return CutBefore(pattern)
 
 
 def stage(pattern: str, number: int) -> Stage:
-    """Run the modules that match on the pipeline stage ``number``; refused for now."""
+    """Run the modules that match on the pipeline stage ``number``, counted from 0.
+
+    Raises:
+        HintError: It is no number of a stage.
+    """
+    if not isinstance(number, int) or number < 0:
+        raise HintError(f"cannot use {number!r} as a pipeline stage: it is a number, 0 or more")
     return Stage(pattern, number)
 
 

@@ -192,7 +192,16 @@ def load_cluster(name: str, nodes: int | None = None) -> Cluster:
 
 
 DEGREES = tuple(item.name for item in fields(hint.Degrees))
-HINTS = (*DEGREES, "memory_limit", "microbatches", "replicate", "schedule", "shard")
+HINTS = (
+    *DEGREES,
+    "cut_before",
+    "memory_limit",
+    "microbatches",
+    "replicate",
+    "schedule",
+    "shard",
+    "stage",
+)
 
 
 def parse_hints(texts: Iterable[str]) -> tuple[Hint, ...]:
@@ -200,7 +209,8 @@ def parse_hints(texts: Iterable[str]) -> tuple[Hint, ...]:
 
     Args:
         texts: ``dp=2``, ``zero=3`` (degrees are joined into one hint), ``memory_limit=60GiB``,
-            ``microbatches=8``, ``schedule=gpipe``, ``replicate=*.norm*``,
+            ``microbatches=8``, ``schedule=gpipe``, ``schedule=interleaved:3`` (chunks),
+            ``cut_before=layers.16``, ``stage=lm_head:3``, ``replicate=*.norm*``,
             ``shard=*.q_proj.weight:0:tp``.
 
     Raises:
@@ -221,7 +231,13 @@ def parse_hints(texts: Iterable[str]) -> tuple[Hint, ...]:
         elif name == "microbatches":
             found.append(hint.microbatches(_number(value, text)))
         elif name == "schedule":
-            found.append(hint.schedule(value))
+            schedule, colon, chunks = value.partition(":")
+            found.append(hint.schedule(schedule, _number(chunks, text) if colon else None))
+        elif name == "cut_before":
+            found.append(hint.cut_before(value))
+        elif name == "stage":
+            pattern, _, number = value.rpartition(":")
+            found.append(hint.stage(pattern, _number(number, text)))
         elif name == "replicate":
             found.append(hint.replicate(value))
         else:

@@ -31,6 +31,7 @@ from autopar.plan.records import (
     SearchReport,
 )
 from autopar.plan.wording import bytes_text
+from autopar.planner.cuts import least_starts
 from autopar.planner.hints import Settled, settle
 from autopar.planner.pipeline import Layout, StageResult, cut, evaluate_pipeline
 from autopar.search.analysis import Analysis
@@ -127,7 +128,14 @@ def make_plan(analysis: Analysis, request: Request) -> Plan:
         spaces = (taken.mesh.space,)
         chunks = len(taken.stages) // num_stages
         settled = replace(settled, schedule=taken.schedule, chunks=chunks)
-    layout = Layout(schedule=settled.schedule, num_stages=num_stages, num_chunks=settled.chunks)
+    layout = Layout(
+        schedule=settled.schedule,
+        num_stages=num_stages,
+        num_chunks=settled.chunks,
+        hints=settled.cuts,
+    )
+    if taken is None:
+        least_starts(analysis, layout.hints, layout.lanes)
     counts = microbatch_counts(analysis.graph, settled.microbatches, layout)
     for count in counts:
         for mesh in (space.with_time(count) for space in spaces):

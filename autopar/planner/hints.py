@@ -19,6 +19,7 @@ from autopar.hint import (
     Shard,
 )
 from autopar.ir.graph import INPUT, PARAMETER, Graph
+from autopar.planner.cuts import CutHint
 from autopar.schedules.table import schedule_named
 from autopar.search.analysis import Analysis
 from autopar.search.restrict import Restrictions, matching
@@ -36,6 +37,7 @@ class Settled:
         restrictions: What the search must keep to.
         schedule: Name of the schedule of a pipeline.
         chunks: Chunks of the model that each stage of one holds.
+        cuts: Hints about where a pipeline is cut.
         microbatches: Their forced number, or None.
         memory_limit_bytes: Bytes a rank may use.
     """
@@ -44,6 +46,7 @@ class Settled:
     restrictions: Restrictions
     schedule: str
     chunks: int
+    cuts: tuple[CutHint, ...]
     microbatches: int | None
     memory_limit_bytes: int
 
@@ -72,6 +75,12 @@ def settle(
     for hint in parameters:
         check_pattern(hint.pattern, names)
     _check_conflicts(parameters, names)
+    cuts = tuple(h for h in hints if isinstance(h, CutHint))
+    if cuts and (degrees is None or (degrees.pp or 1) == 1):
+        raise HintError(
+            f"cannot apply {cuts[0]}: there is one stage; give the number of stages with "
+            "hint.degrees(pp=...)"
+        )
     device = cluster.device(0)
     fraction = cluster.usable_memory_fraction if memory_fraction is None else memory_fraction
     usable = int(device.memory_bytes * fraction)
@@ -82,6 +91,7 @@ def settle(
         ),
         schedule=spec.name,
         chunks=spec.least_chunks if schedule is None else schedule.chunks or spec.least_chunks,
+        cuts=cuts,
         microbatches=None if microbatches is None else microbatches.count,
         memory_limit_bytes=usable if limit is None else limit.limit_bytes,
     )
@@ -91,8 +101,8 @@ def _check_kind(given: object) -> None:
     """Refuse what is no hint, and hints that this version cannot follow."""
     if isinstance(given, Later):
         raise UnsupportedError(
-            f"cannot follow hint {given}: this version plans no recompute, no offload, no given "
-            "cuts of a pipeline and no statistics of one microbatch; leave it out"
+            f"cannot follow hint {given}: this version plans no recompute, no offload and "
+            "no statistics of one microbatch; leave it out"
         )
     if not isinstance(given, Hint):
         raise HintError(

@@ -20,11 +20,18 @@ from autopar.lower.rows import memory_turns, turns_of
 from autopar.lower.simulate import Prices, Simulation, simulate
 from autopar.lower.unroll import unroll, with_refs
 from autopar.plan.records import Plan, StagePlan
+from autopar.planner.cuts import CutHint, least_starts
 from autopar.schedules.makespan import ChunkTime
 from autopar.schedules.makespan import simulate as simulate_schedule
 from autopar.schedules.table import Size, schedule_named
 from autopar.search.analysis import Analysis
-from autopar.search.stages import Pipeline, balanced_cuts, forward_order, split_stages
+from autopar.search.stages import (
+    Pipeline,
+    balanced_cuts,
+    bounded_cuts,
+    forward_order,
+    split_stages,
+)
 from cost_models.cluster import Cluster
 from cost_models.collectives import axis_link, collective_s
 
@@ -40,11 +47,13 @@ class Layout:
         schedule: Name of its schedule.
         num_stages: Groups of ranks.
         num_chunks: Chunks of the model that each holds.
+        hints: Where to cut.
     """
 
     schedule: str
     num_stages: int
     num_chunks: int
+    hints: tuple[CutHint, ...] = ()
 
     @property
     def lanes(self) -> tuple[int, ...]:
@@ -116,7 +125,7 @@ def cut(
         settled: A plan whose chunks hold the parameters already; they stay where they are.
 
     Raises:
-        HintError: There are fewer ops than chunks.
+        HintError: There are fewer ops than chunks, or hints cannot be met.
         UnsupportedError: No cut leaves every parameter on its settled chunk.
     """
     order = forward_order(analysis)
@@ -128,17 +137,20 @@ def cut(
             f"needs one; use fewer stages{chunks and ' or chunks'}"
         )
     seconds = _seconds_by_forward(analysis, cost, whole, order)
-    cuts = _narrowed(analysis, order, seconds, balanced_cuts(seconds, len(lanes)))
+    least = None if settled is not None else least_starts(analysis, layout.hints, lanes)
+    found = balanced_cuts(seconds, len(lanes)) if least is None else bounded_cuts(seconds, least)
+    assert found is not None, "hints that cannot be met were refused"
+    cuts = _narrowed(_crossing_bytes(analysis, order), seconds, found, least)
     if settled is None:
         return split_stages(analysis, whole, cuts, lanes)
     owners = {p.name: n for n, stage in enumerate(settled.stages) for p in stage.parameters}
     read = _first_reads(analysis, order)
-    found = []
+    moved = []
     for number, position in enumerate(cuts, start=1):
         low = max((at + 1 for name, at in read.items() if owners[name] < number), default=1)
         high = min((at for name, at in read.items() if owners[name] >= number), default=len(order))
-        found.append(min(max(position, low), high))
-    return _with_owners(split_stages(analysis, whole, found, lanes), owners, read)
+        moved.append(min(max(position, low), high))
+    return _with_owners(split_stages(analysis, whole, moved, lanes), owners, read)
 
 
 def _first_reads(analysis: Analysis, order: Sequence[str]) -> Mapping[str, int]:
@@ -209,25 +221,31 @@ def _seconds_by_forward(
 
 
 def _narrowed(
-    analysis: Analysis, order: Sequence[str], seconds: Sequence[float], cuts: Sequence[int]
+    crossing: Sequence[int],
+    seconds: Sequence[float],
+    cuts: Sequence[int],
+    least: Sequence[Sequence[int]] | None,
 ) -> tuple[int, ...]:
-    """The cuts moved, within the slack, to where fewest bytes cross."""
-    crossing = _crossing_bytes(analysis, order)
+    """The cuts moved, within the slack and what hints ask for, to where fewest bytes cross."""
+    count = len(seconds)
     found = list(cuts)
 
     def longest() -> float:
-        bounds = [0, *found, len(order)]
-        return max(sum(seconds[a:b]) for a, b in pairwise(bounds))
+        return max(sum(seconds[a:b]) for a, b in pairwise([0, *found, count]))
+
+    def met() -> bool:
+        pieces = enumerate(pairwise([0, *found, count]))
+        return least is None or all(a >= least[chunk][b] for chunk, (a, b) in pieces)
 
     allowed = longest() + SLACK * sum(seconds) / (len(cuts) + 1)
     for index in range(len(found)):
         low = found[index - 1] + 1 if index else 1
-        high = found[index + 1] if index + 1 < len(found) else len(order)
+        high = found[index + 1] if index + 1 < len(found) else count
         start = found[index]
         best = start
         for position in range(low, high):
             found[index] = position
-            if crossing[position] < crossing[best] and longest() <= allowed:
+            if crossing[position] < crossing[best] and met() and longest() <= allowed:
                 best = position
         found[index] = best
     return tuple(found)

@@ -11,8 +11,10 @@ A stage here is a piece of the model; where ranks hold several, they are chunks 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from autopar.ir.graph import PARAMETER, SOURCE_OPS, Node, Phase, Ref
 from autopar.ir.sharding import WHOLE, Partial, Sharding
@@ -73,6 +75,79 @@ def balanced_cuts(seconds: Sequence[float], num_stages: int) -> tuple[int, ...]:
         end = came[stage][end]
         cuts.append(end)
     return tuple(reversed(cuts))
+
+
+def least_firsts(
+    count: int, cuts: Collection[int], homes: Mapping[int, int], lanes: Sequence[int]
+) -> list[list[int]]:
+    """For every stage and end, the first position at which it may begin.
+
+    Args:
+        count: Number of forward nodes.
+        cuts: Positions at which a stage begins.
+        homes: Position to the group of ranks that must run it.
+        lanes: Group of ranks that holds each stage.
+    """
+    by_lane: dict[int, list[int]] = {}
+    for lane in set(lanes):
+        least = [0]
+        for position in range(count):
+            if homes.get(position, lane) != lane:
+                least.append(position + 1)
+            else:
+                least.append(position if position in cuts else least[-1])
+        by_lane[lane] = least
+    return [by_lane[lane] for lane in lanes]
+
+
+def bounded_cuts(
+    seconds: Sequence[float], least: Sequence[Sequence[int]]
+) -> tuple[int, ...] | None:
+    """As `balanced_cuts` within bounds, to 1e-9 of the sum; None if there are no such cuts.
+
+    The longest stage is found by bisection: for a length, the ends that every stage can reach.
+
+    Args:
+        seconds: Of each forward node, its backward included.
+        least: As of `least_firsts`.
+    """
+    sums = np.concatenate([[0.0], np.cumsum(seconds)])
+    bounds = [np.asarray(own) for own in least]
+    low_s, high_s = 0.0, float(sums[-1])
+    found = _reached(sums, bounds, high_s)
+    if found is None:
+        return None
+    while high_s - low_s > 1e-9 * float(sums[-1]):
+        middle_s = (low_s + high_s) / 2
+        reached = _reached(sums, bounds, middle_s)
+        if reached is None:
+            low_s = middle_s
+        else:
+            high_s, found = middle_s, reached
+    cuts: list[int] = []
+    end = len(seconds)
+    for stage in range(len(least) - 1, 0, -1):
+        first = max(bounds[stage][end], np.searchsorted(sums, sums[end] - high_s - _ROUNDING))
+        end = int(first + np.flatnonzero(found[stage][first:end])[0])
+        cuts.append(end)
+    return tuple(reversed(cuts))
+
+
+_ROUNDING = 1e-15
+
+
+def _reached(
+    sums: np.ndarray, bounds: Sequence[np.ndarray], longest_s: float
+) -> list[np.ndarray] | None:
+    """For every stage, whether it can begin at each position; None if the last cannot end."""
+    ends = np.arange(len(sums))
+    shortest = np.searchsorted(sums, sums - longest_s - _ROUNDING)
+    reached = [ends == 0]
+    for least in bounds:
+        before = np.concatenate([[0], np.cumsum(reached[-1])])
+        first = np.minimum(np.maximum(least, shortest), ends)
+        reached.append(before[ends] > before[first])
+    return reached if reached[-1][-1] else None
 
 
 def split_stages(

@@ -236,8 +236,6 @@ CASES |= {
         (hint.recompute, ("*",)),
         (hint.keep, ("up",)),
         (hint.offload, ("up",)),
-        (hint.cut_before, ("mid",)),
-        (hint.stage, ("mid", 1)),
         (hint.per_microbatch, ("norm",)),
     )
 }

@@ -1,0 +1,119 @@
+"""Cuts that hints ask for: met, as balanced as they can be, or refused by what contradicts."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar import hint
+from autopar.capture import capture_step
+from autopar.errors import HintError
+from autopar.plan.records import Plan
+from autopar.planner.driver import Request, make_plan
+from autopar.search.analysis import Analysis, analyse
+from autopar.search.stages import bounded_cuts, least_firsts
+from cost_models.cluster import Cluster
+from tests.oracles.models import llama
+
+
+@functools.cache
+def subject() -> tuple[Any, Analysis]:
+    model, batch, loss = llama()
+    captured = capture_step(model, batch, loss, grad=True)
+    return captured, analyse(captured.graph)
+
+
+def planned(*hints: hint.Hint, pp: int = 2, schedule: str = "1f1b") -> Plan:
+    _, analysis = subject()
+    asked = (hint.degrees(pp=pp, dp=1, tp=1), hint.microbatches(4), hint.schedule(schedule))
+    cluster = Cluster.local(pp)
+    request = Request(model="m", fingerprint="f", cluster=cluster, hints=(*asked, *hints))
+    return make_plan(analysis, request)
+
+
+def modules_of(plan: Plan, chunk: int) -> set[str]:
+    graph = subject()[1].graph
+    names = [node.name for node in plan.stages[chunk].nodes]
+    return {graph.by_name[n].source.module for n in names if graph.by_name[n].phase == "forward"}
+
+
+@given(st.data())
+def test_bounded_cuts_equal_brute_force(data: st.DataObject) -> None:
+    seconds = data.draw(st.lists(st.integers(0, 9).map(float), min_size=2, max_size=8))
+    count = len(seconds)
+    lanes = data.draw(st.sampled_from([[0], [0, 1], [0, 1, 0], [0, 1, 1, 0]]))
+    cuts = data.draw(st.sets(st.integers(1, count - 1), max_size=2))
+    homes = data.draw(st.dictionaries(st.integers(0, count - 1), st.integers(0, 1), max_size=2))
+    longest = []
+    for places in itertools.combinations(range(1, count), len(lanes) - 1):
+        pieces = list(itertools.pairwise([0, *places, count]))
+        runs = {at: lane for lane, (a, b) in zip(lanes, pieces, strict=True) for at in range(a, b)}
+        if cuts <= set(places) and all(runs[at] == lane for at, lane in homes.items()):
+            longest.append(max(sum(seconds[a:b]) for a, b in pieces))
+    found = bounded_cuts(seconds, least_firsts(count, cuts, homes, lanes))
+    assert (found is None) == (not longest)
+    if found is not None:
+        pieces = list(itertools.pairwise([0, *found, count]))
+        assert max(sum(seconds[a:b]) for a, b in pieces) == min(longest)
+
+
+def test_a_stage_begins_where_a_hint_says() -> None:
+    plan = planned(hint.cut_before("model.layers.1.mlp"))
+    assert "model.layers.1.self_attn.o_proj" in modules_of(plan, 0)
+    assert "model.layers.1.mlp.gate_proj" in modules_of(plan, 1)
+    assert not any("layers.1.mlp" in module for module in modules_of(plan, 0))
+
+
+def test_a_module_runs_on_the_stage_a_hint_says() -> None:
+    plan = planned(hint.stage("model.layers.0.mlp", 1))
+    assert "model.layers.0.mlp.gate_proj" in modules_of(plan, 1)
+    assert not any("layers.0.mlp" in module for module in modules_of(plan, 0))
+    two = planned(hint.stage("model.layers.0", 0), hint.stage("lm_head", 0), schedule="zb-v")
+    assert "lm_head" in modules_of(two, 3)
+    assert any("layers.0" in module for module in modules_of(two, 0))
+    assert not any("layers.0" in m for chunk in (1, 2) for m in modules_of(two, chunk))
+
+
+@pytest.mark.parametrize(
+    ("hints", "said"),
+    [
+        ((hint.cut_before("model.layer.1"),), ("'model.layer.1'", "'model.layers.1'")),
+        ((hint.stage("head", 1),), ("hint.stage('head', 1)", "'lm_head'")),
+        ((hint.stage("lm_head", 2),), ("there are 2 stages", "0 to 1")),
+        ((hint.cut_before("model.embed_tokens"),), ("runs first",)),
+        (
+            (hint.cut_before("model.layers.0.mlp"), hint.cut_before("model.layers.1.mlp")),
+            ("into 2 pieces", "layers.0.mlp') and hint.cut_before('model.layers.1.mlp'"),
+        ),
+        ((hint.cut_before("*mlp"),), ("hint.cut_before('*mlp') asks",)),
+        (
+            (
+                hint.cut_before("model.layers.1"),
+                hint.stage("lm_head", 0),
+                hint.stage("model.layers.0", 1),
+            ),
+            ("as hint.stage('lm_head', 0) and hint.stage('model.layers.0', 1) ask;",),
+        ),
+        (
+            (hint.stage("lm_head", 1), hint.stage("lm_*", 0)),
+            ("hint.stage('lm_*', 0)",),
+        ),
+    ],
+)
+def test_hints_that_cannot_be_met_are_named(
+    hints: tuple[hint.Hint, ...], said: tuple[str, ...]
+) -> None:
+    with pytest.raises(HintError) as caught:
+        planned(*hints)
+    for words in said:
+        assert words in str(caught.value)
+
+
+def test_a_cut_needs_a_pipeline() -> None:
+    with pytest.raises(HintError, match=r"hint.degrees\(pp="):
+        planned(hint.cut_before("lm_head"), pp=1)
