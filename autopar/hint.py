@@ -105,11 +105,21 @@ class PerMicrobatch:
     pattern: str
 
 
-Later = Recompute | Keep | Offload | PerMicrobatch
+Later = Offload | PerMicrobatch
 """Hints that have their names already, and that this version refuses."""
 
 Hint = (
-    Degrees | Shard | Replicate | MemoryLimit | Microbatches | Schedule | CutBefore | Stage | Later
+    Degrees
+    | Shard
+    | Replicate
+    | MemoryLimit
+    | Microbatches
+    | Schedule
+    | CutBefore
+    | Stage
+    | Recompute
+    | Keep
+    | Later
 )
 
 
@@ -204,12 +214,23 @@ def schedule(name: str, chunks: int | None = None) -> Schedule:
 
 
 def recompute(pattern: str) -> Recompute:
-    """Make activations of the modules that match again in the backward; refused for now."""
+    """Make activations inside the modules that match again in the backward.
+
+    What a repeated block hands to the next one is kept all the same: it is where the block starts
+    again.
+
+    Args:
+        pattern: Glob over module paths; everything inside a module that matches belongs to it.
+    """
     return Recompute(pattern)
 
 
 def keep(pattern: str) -> Keep:
-    """Keep activations of the modules that match for the backward; refused for now."""
+    """Keep activations of the modules that match for the backward, whatever memory says.
+
+    Args:
+        pattern: Glob over module paths; everything inside a module that matches belongs to it.
+    """
     return Keep(pattern)
 
 

@@ -35,7 +35,14 @@ from autopar.planner.cuts import least_starts
 from autopar.planner.hints import Settled, settle
 from autopar.planner.pipeline import Layout, StageResult, cut, evaluate_pipeline
 from autopar.search.analysis import Analysis
-from autopar.search.build import Built, StateBytes, build_problem, decode, describe_mesh
+from autopar.search.build import (
+    Built,
+    StateBytes,
+    build_problem,
+    decode,
+    describe_mesh,
+    with_reruns,
+)
 from autopar.search.intra import least_bytes, solve
 from autopar.search.outer import meshes
 from autopar.search.problem import Solution
@@ -45,9 +52,8 @@ from cost_models.cluster import Cluster
 ROUNDS = 6
 """Times a mesh is solved again with a tighter memory limit."""
 
-HELD = 0.85
-"""Part of the memory that what is held may fill at first, where memory binds; the rest is for what
-passes through, which only the lowered program tells."""
+LESS = 0.01
+"""Least part of the memory by which the limit is tightened from round to round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,40 +251,74 @@ def _try_mesh(
         cost,
         states,
         settled.restrictions,
-        memory_limit_bytes=settled.memory_limit_bytes,
+        num_stages=num_stages,
     )
     allowed = float(settled.memory_limit_bytes)
+    search = _Search(built, num_stages, forced=bool(settled.restrictions.recompute))
     limit: float | None = None
     least = float("inf")
     for _ in range(ROUNDS):
-        problem = replace(built.problem, memory_limit_bytes=limit)
-        solution = solve(problem, time_limit_s=time_limit_s)
-        if not solution.choice and limit == HELD * allowed * num_stages:
-            limit = allowed * num_stages
-            continue
+        found, solution = search.within(limit, time_limit_s)
         if not solution.choice:
             if least == float("inf"):
-                least = least_bytes(built.problem, time_limit_s=time_limit_s) / num_stages
+                least = least_bytes(found.problem, time_limit_s=time_limit_s) / num_stages
             return _Failure(mesh, solution.status == "infeasible", least)
-        if limit is None and max(solution.memory_bytes) > allowed * num_stages:
-            limit = HELD * allowed * num_stages
+        held = max(solution.memory_bytes) / num_stages
+        if limit is None and held > allowed:
+            limit = allowed
             continue
         if num_stages > 1:
-            candidate = _evaluate_stages(analysis, request, cost, built, solution, layout)
+            candidate = _evaluate_stages(analysis, request, cost, found, solution, layout)
         else:
-            candidate = evaluate(analysis, request, cost, built, solution)
+            candidate = evaluate(analysis, request, cost, found, solution)
         used = candidate.memory.total_bytes
         if used <= allowed:
             return candidate
         least = min(least, used)
-        # The problem knows what is held, the program also what passes through; and the problem
-        # holds all stages where each rank of a pipeline holds one of them.
-        held = max(solution.memory_bytes) / num_stages
-        room = allowed - max(0.0, used - held)
-        if limit is not None:
-            room = min(room, limit / num_stages - max(used - allowed, 0.01 * allowed))
-        limit = max(room, 0.0) * num_stages
+        # The program needs more than the problem knows of: leave that much room.
+        last = allowed if limit is None else limit
+        limit = min(allowed - max(0.0, used - held), last - LESS * allowed)
     return _Failure(mesh, False, least)
+
+
+MORE = (0.05, 0.25, math.inf)
+"""Parts of the seconds without a memory limit that a solution within one may take longer: the
+first that holds one is searched, and what every solution within it leaves out is left out."""
+
+
+class _Search:
+    """Solves one mesh under tighter and tighter memory limits."""
+
+    def __init__(self, built: Built, num_stages: int, *, forced: bool) -> None:
+        self.plain = built
+        self.num_stages = num_stages
+        self.forced = forced
+        self.unbound: Solution | None = None
+        self._narrowed: dict[float, Built] = {}
+
+    def within(self, limit: float | None, time_limit_s: float) -> tuple[Built, Solution]:
+        """The best solution, and the problem it is one of.
+
+        Args:
+            limit: Bytes a rank may use; None for any.
+            time_limit_s: For the solver.
+        """
+        if self.unbound is None:
+            self.unbound = solve(self.plain.problem, time_limit_s=time_limit_s)
+        if limit is None and not self.forced or not self.unbound.choice:
+            return self.plain, self.unbound
+        total = None if limit is None else limit * self.num_stages
+        for more in MORE:
+            most = self.unbound.bound_s * (1 + more)
+            built = self._narrowed.get(more)
+            if built is None:
+                built = with_reruns(self.plain, self.unbound, more * self.unbound.bound_s)
+                self._narrowed[more] = built
+            problem = replace(built.problem, memory_limit_bytes=total)
+            solution = solve(problem, time_limit_s=time_limit_s)
+            if solution.choice and solution.objective_s <= most:
+                break
+        return built, solution
 
 
 def _stored(plan: Plan, mesh: Mesh) -> Mapping[str, Sharding]:

@@ -11,18 +11,20 @@ from autopar.errors import HintError, UnsupportedError
 from autopar.hint import (
     Degrees,
     Hint,
+    Keep,
     Later,
     MemoryLimit,
     Microbatches,
+    Recompute,
     Replicate,
     Schedule,
     Shard,
 )
-from autopar.ir.graph import INPUT, PARAMETER, Graph
+from autopar.ir.graph import INPUT, PARAMETER, Graph, Phase
 from autopar.planner.cuts import CutHint
 from autopar.schedules.table import schedule_named
 from autopar.search.analysis import Analysis
-from autopar.search.restrict import Restrictions, matching
+from autopar.search.restrict import Restrictions, below, matching
 from cost_models.cluster import Cluster
 
 _Hint = TypeVar("_Hint", bound=Hint)
@@ -81,13 +83,19 @@ def settle(
             f"cannot apply {cuts[0]}: there is one stage; give the number of stages with "
             "hint.degrees(pp=...)"
         )
+    recompute = tuple(h.pattern for h in hints if isinstance(h, Recompute))
+    keep = tuple(h.pattern for h in hints if isinstance(h, Keep))
+    _check_modules(analysis.graph, recompute, keep)
     device = cluster.device(0)
     fraction = cluster.usable_memory_fraction if memory_fraction is None else memory_fraction
     usable = int(device.memory_bytes * fraction)
     return Settled(
         degrees=degrees,
         restrictions=Restrictions(
-            zero=None if degrees is None else degrees.zero, parameters=parameters
+            zero=None if degrees is None else degrees.zero,
+            parameters=parameters,
+            recompute=recompute,
+            keep=keep,
         ),
         schedule=spec.name,
         chunks=spec.least_chunks if schedule is None else schedule.chunks or spec.least_chunks,
@@ -101,8 +109,8 @@ def _check_kind(given: object) -> None:
     """Refuse what is no hint, and hints that this version cannot follow."""
     if isinstance(given, Later):
         raise UnsupportedError(
-            f"cannot follow hint {given}: this version plans no recompute, no offload and "
-            "no statistics of one microbatch; leave it out"
+            f"cannot follow hint {given}: this version plans no offload and no statistics of one "
+            "microbatch; leave it out"
         )
     if not isinstance(given, Hint):
         raise HintError(
@@ -146,6 +154,26 @@ def check_pattern(pattern: str, names: Sequence[str]) -> None:
         f"cannot apply hint {pattern!r}: no parameter or module matches; did you mean "
         f"{', '.join(repr(name) for name in near)}?"
     )
+
+
+def _check_modules(graph: Graph, recompute: Sequence[str], keep: Sequence[str]) -> None:
+    """Refuse patterns over modules that match nothing, or the same from both sides."""
+    paths = {node.source.module for node in graph.nodes if node.phase is Phase.FORWARD} - {""}
+    for pattern in (*recompute, *keep):
+        if not any(below(pattern, path) for path in paths):
+            near = difflib.get_close_matches(pattern.strip("*."), sorted(paths), n=3, cutoff=0.3)
+            near = near or sorted(paths)[:3]
+            raise HintError(
+                f"cannot apply hint {pattern!r}: no module that runs in the forward matches; did "
+                f"you mean {', '.join(map(repr, near))}?"
+            )
+    for path in sorted(paths):
+        both = [next((p for p in own if below(p, path)), None) for own in (recompute, keep)]
+        if None not in both:
+            raise HintError(
+                f"cannot apply hint.recompute({both[0]!r}) and hint.keep({both[1]!r}) to module "
+                f"{path!r}: one forgets its activations, the other keeps them; drop one"
+            )
 
 
 def _check_conflicts(hints: Sequence[Shard | Replicate], names: Sequence[str]) -> None:

@@ -20,7 +20,7 @@ Pieces = Mapping[str, Mapping[str, frozenset[tuple[int, int]]]]
 """Node to factor to pieces (outer, size) of it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Analysis:
     """A captured step, analysed.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar.cost.node import NodeCost, local_bytes
 from autopar.cost.reshard import (
@@ -42,9 +42,27 @@ from autopar.ir.sharding import (
 from autopar.plan.records import NodePlan, ParameterPlan, StagePlan
 from autopar.rules.strategies import Strategy, strategies
 from autopar.search.analysis import Analysis
-from autopar.search.problem import Arc, Choices, Need, Problem, Shares, Solution, Value
+from autopar.search.problem import (
+    Again,
+    Arc,
+    Choices,
+    Moment,
+    Need,
+    Problem,
+    Rerun,
+    Shares,
+    Solution,
+    Value,
+)
+from autopar.search.recompute import Recompute, recompute_of
 from autopar.search.regions import Entry, merge_regions, places, useful_partials
-from autopar.search.restrict import Restrictions, RoleFilter, parameter_allows, zero_allows
+from autopar.search.restrict import (
+    Restrictions,
+    RoleFilter,
+    below,
+    parameter_allows,
+    zero_allows,
+)
 
 STEADY_BYTES = 1 << 22
 """Values of ids and positions up to this size are simply made whole on every rank."""
@@ -96,6 +114,8 @@ class Built:
         layouts: Shardings of every entry of ``problem.values``, by number.
         roots: Members of every entry of ``problem.values``.
         mesh: The mesh it was built for.
+        reruns: Members of every entry of ``problem.reruns``, those that run again first in front.
+        builder: What made it, for `with_reruns`.
     """
 
     problem: Problem
@@ -104,6 +124,8 @@ class Built:
     layouts: tuple[tuple[Sharding, ...], ...]
     roots: tuple[tuple[Ref, ...], ...]
     mesh: Mesh
+    builder: _Builder = field(repr=False, compare=False)
+    reruns: tuple[tuple[str, ...], ...] = ()
 
     @property
     def num_strategies(self) -> int:
@@ -120,7 +142,9 @@ class _Builder:
         cost: NodeCost,
         states: StateBytes,
         restrictions: Restrictions,
+        num_stages: int,
     ) -> None:
+        self.num_stages = num_stages
         self.analysis = analysis
         self.graph = analysis.graph
         self.mesh = mesh
@@ -139,12 +163,15 @@ class _Builder:
                     if any(isinstance(axis, Partial) for axis in sharding):
                         self.partial_outputs.add((number, index))
         self.classes = tuple(classes)
-        self.entries = merge_regions(
+        self.all_entries = merge_regions(
             analysis,
             [c.strategies for c in self.classes],
             lambda ref, sharding: self._at_root(analysis.root(ref), sharding),
         )
+        self.entries = self.all_entries
         self.places = places(self.entries)
+        self.recompute = recompute_of(analysis, in_loop=mesh.time_axis is not None, allowed=False)
+        self.rerun_of: dict[int, int] = {}
 
     def _class(self, names: tuple[str, ...]) -> _Class:
         node = self.graph.by_name[names[0]]
@@ -319,6 +346,7 @@ class _Builder:
         gives = tuple(layouts.number(s.outputs[root.index]) for s in self._strategies_of(producer))
         forward: list[Need] = []
         backward: list[Need] = []
+        again: list[Again] = []
         fixed: list[int] = []
         for key, (reader, ref) in readers.items():
             if key[0] == "result":
@@ -329,13 +357,16 @@ class _Builder:
             need = Need(self.places[key[0]][0], tuple(layouts.number(s) for s in needed))
             late = key[1] == "gradient" or self.graph.by_name[reader].phase is Phase.BACKWARD
             crosses = late and node.phase is Phase.FORWARD
+            if not late and key[0] in self.rerun_of:
+                again.append(Again(self.rerun_of[key[0]], need.layouts))
             if not crosses and need.node == entry and need.layouts == gives:
                 continue
             (backward if crosses else forward).append(need)
-        if not (forward or backward or fixed):
+        if not (forward or backward or fixed or again):
             return None
         arcs = self._arcs(layouts, len(group), self._time_arcs(root))
-        size = [local_bytes(layouts.kind, s) * len(group) for s in layouts.index]
+        held = 1 if node.op in SOURCE_OPS else min(self.num_stages, self.mesh.microbatches)
+        size = [local_bytes(layouts.kind, s) * len(group) * held for s in layouts.index]
         return (
             Value(
                 name=str(root),
@@ -350,6 +381,8 @@ class _Builder:
                 divisible=len(group) > 1,
                 fixed_needs=tuple(sorted(set(fixed))),
                 no_keep=self._not_kept(node, layouts),
+                rerun=self.rerun_of.get(producer) if node.phase is Phase.FORWARD else None,
+                again=tuple(dict.fromkeys(again)),
             ),
             layouts,
         )
@@ -422,7 +455,130 @@ class _Builder:
                     arcs.append(Arc(tail, head, seconds * count))
         return tuple(arcs)
 
+    # -- recompute ------------------------------------------------------------------------------
+
+    def allow_reruns(self, near: Sequence[Sequence[int]]) -> None:
+        """Let what can run again in the backward do so, under these choices of every entry."""
+        self.entries = tuple(
+            Entry(entry.classes, tuple(entry.choices[number] for number in numbers))
+            for entry, numbers in zip(self.all_entries, near, strict=True)
+        )
+        self.recompute = recompute_of(
+            self.analysis, in_loop=self.mesh.time_axis is not None, allowed=True
+        )
+        self.rerun_of = {c: n for n, c in enumerate(sorted(self.recompute.classes))}
+
+    def reruns(self) -> tuple[tuple[Rerun, ...], tuple[tuple[str, ...], ...]]:
+        """Classes that may run again, and their members in the order in which they are taken."""
+        found, members = [], []
+        for number in self.rerun_of:
+            names = self.classes[number].members
+            must = self._matching(names, self.restrictions.recompute)
+            may_not = self._matching(names, self.restrictions.keep) - must
+            entry, _ = self.places[number]
+            found.append(
+                Rerun(
+                    name=names[0],
+                    node=entry,
+                    count=len(names),
+                    seconds=self._seconds(self.classes[number], self._strategies_of(number)),
+                    least=len(must) / len(names),
+                    most=1.0 - len(may_not) / len(names),
+                )
+            )
+            rank = {name: 0 if name in must else 2 if name in may_not else 1 for name in names}
+            members.append(tuple(sorted(names, key=rank.__getitem__)))
+        return tuple(found), tuple(members)
+
+    def _matching(self, names: Sequence[str], patterns: Sequence[str]) -> set[str]:
+        by_name = self.graph.by_name
+        return {n for n in names if any(below(p, by_name[n].source.module) for p in patterns)}
+
+    def moments(self, roots: Sequence[Sequence[Ref]]) -> tuple[Moment, ...]:
+        """Places of the backward at which memory is counted."""
+        index = {ref: number for number, group in enumerate(roots) for ref in group}
+        recompute = self.recompute
+        return tuple(self._moment(recompute, at, roots, index) for at in recompute.moments)
+
+    def _moment(
+        self,
+        recompute: Recompute,
+        at: int,
+        roots: Sequence[Sequence[Ref]],
+        index: Mapping[Ref, int],
+    ) -> Moment:
+        kept = []
+        for number, group in enumerate(roots):
+            if count := sum(recompute.is_kept(ref, at) for ref in group):
+                kept.append((number, count / len(group)))
+        held: dict[int, tuple[float, ...]] = {}
+        needed, through = set(), []
+        for number, rerun in self.rerun_of.items():
+            if not recompute.is_late(at) or not recompute.may_be_needed(number, at):
+                continue
+            if recompute.needed_by(number, at):
+                needed.add(rerun)
+            else:
+                through += [
+                    (rerun, self.rerun_of[reader], index[ref])
+                    for ref, reader in recompute.readers(number)
+                    if recompute.may_be_needed(reader, at)
+                ]
+            if live := recompute.held(number, at):
+                columns = [self._bytes_of(number, ref.index) for ref in live]
+                held[rerun] = tuple(map(sum, zip(*columns, strict=True)))
+        return Moment(
+            name=self.graph.nodes[at].name,
+            kept=tuple(kept),
+            gradients=tuple(self._gradients_by(recompute, at)),
+            needed=frozenset(needed),
+            through=tuple(through),
+            held=tuple(held.items()),
+            passing=self._passing(recompute, at),
+        )
+
+    def _passing(self, recompute: Recompute, at: int) -> tuple[tuple[int, tuple[float, ...]], ...]:
+        """Bytes, under every choice, of what entries make and read in the phase of a moment."""
+        found: dict[int, tuple[float, ...]] = {}
+        for number, index, count in recompute.passing(at):
+            entry, _ = self.places[number]
+            own = self._bytes_of(number, index)
+            before = found.get(entry, (0.0,) * len(own))
+            found[entry] = tuple(b + count * o for b, o in zip(before, own, strict=True))
+        return tuple(found.items())
+
+    def _bytes_of(self, number: int, index: int) -> tuple[float, ...]:
+        """Bytes of what one member of a class makes, under every choice of its entry.
+
+        Of a pipeline's stages one holds it, while the problem counts what all hold.
+        """
+        kind = self.classes[number].node.outputs[index]
+        return tuple(
+            float(self.num_stages * local_bytes(kind, s.outputs[index]))
+            for s in self._strategies_of(number)
+        )
+
+    def _gradients_by(self, recompute: Recompute, at: int) -> Iterable[tuple[int, float]]:
+        """(entry, share) of the gradients that are made by a position of the backward."""
+        for number, made in enumerate(self.classes):
+            if made.node.op != PARAMETER or made.node.target not in self.gradients:
+                continue
+            names = [self.graph.by_name[name].target for name in made.members]
+            refs = [self.analysis.root(self.gradients[name]).root for name in names]
+            done = sum(recompute.made_by(ref, at) for ref in refs)
+            if done:
+                yield self.places[number][0], done / len(names)
+
     # -- nodes ----------------------------------------------------------------------------------
+
+    def _seconds(self, entry: _Class, chosen: Sequence[Strategy]) -> tuple[float, ...]:
+        """Seconds of all members under each of the strategies."""
+        rule = self.analysis.rules[entry.node.name]
+        types = self.analysis.operand_types(entry.node)
+        return tuple(
+            len(entry.members) * self.cost.seconds(entry.node, rule, types, s.operands, s.outputs)
+            for s in chosen
+        )
 
     def choices(self) -> tuple[Choices, ...]:
         own = [self._choices(c) for c in self.classes]
@@ -432,16 +588,10 @@ class _Builder:
         count = len(entry.members)
         none = (0.0,) * len(entry.strategies)
         if entry.node.op not in SOURCE_OPS:
-            rule = self.analysis.rules[entry.node.name]
-            types = self.analysis.operand_types(entry.node)
-            seconds = tuple(
-                count * self.cost.seconds(entry.node, rule, types, s.operands, s.outputs)
-                for s in entry.strategies
-            )
             return Choices(
                 name=entry.node.name,
                 count=count,
-                seconds=seconds,
+                seconds=self._seconds(entry, entry.strategies),
                 resident_bytes=none,
                 gradient_bytes=none,
             )
@@ -482,8 +632,6 @@ class _Builder:
 
 def _joined(own: Sequence[Choices], entry: Entry) -> Choices:
     """The choices of an entry, summed over its classes."""
-    if len(entry.classes) == 1:
-        return own[entry.classes[0]]
 
     def total(name: str) -> tuple[float, ...]:
         columns = [getattr(own[number], name) for number in entry.classes]
@@ -499,6 +647,7 @@ def _joined(own: Sequence[Choices], entry: Entry) -> Choices:
         seconds=total("seconds"),
         resident_bytes=total("resident_bytes"),
         gradient_bytes=total("gradient_bytes"),
+        divisible=first.divisible,
     )
 
 
@@ -562,6 +711,7 @@ def build_problem(
     *,
     memory_limit_bytes: float | None = None,
     fixed_bytes: float = 0.0,
+    num_stages: int = 1,
 ) -> Built:
     """The problem of sharding a step over a mesh.
 
@@ -573,11 +723,14 @@ def build_problem(
         restrictions: What hints leave.
         memory_limit_bytes: Bytes a rank may use; None for no limit.
         fixed_bytes: Bytes used whatever is chosen.
+        num_stages: Stages of the pipeline that the step will be cut into. Memory is counted over
+            all of them, so ``memory_limit_bytes`` is that of as many ranks; of what is kept, the
+            first stage holds as many microbatches as there are stages.
 
     Raises:
         HintError: The hints leave a node or parameter without a choice.
     """
-    builder = _Builder(analysis, mesh, cost, states, restrictions)
+    builder = _Builder(analysis, mesh, cost, states, restrictions, num_stages)
     nodes = builder.choices()
     values, roots, layouts = builder.values()
     problem = Problem(
@@ -585,6 +738,7 @@ def build_problem(
         values=values,
         memory_limit_bytes=memory_limit_bytes,
         fixed_bytes=fixed_bytes,
+        moments=builder.moments(roots),
     )
     return Built(
         problem,
@@ -593,6 +747,43 @@ def build_problem(
         tuple(tuple(table.index) for table in layouts),
         tuple(roots),
         mesh,
+        builder,
+    )
+
+
+def with_reruns(built: Built, unbound: Solution | None = None, more_s: float = 0.0) -> Built:
+    """The problem in which forward nodes may run again in the backward.
+
+    Args:
+        built: The problem without.
+        unbound: Its solution without a memory limit. Choices that no solution within ``more_s`` of
+            its bound takes are left out: a solution found within that is optimal all the same.
+        more_s: Seconds above that bound.
+    """
+    builder = built.builder
+    near: list[list[int]] = [list(range(len(e.choices))) for e in builder.all_entries]
+    if unbound is not None and unbound.worse_s:
+        near = [
+            [n for n, worse in enumerate(own) if worse <= more_s or n == chosen]
+            for own, chosen in zip(unbound.worse_s, unbound.choice, strict=True)
+        ]
+    builder.allow_reruns(near)
+    values, roots, layouts = builder.values()
+    reruns, members = builder.reruns()
+    problem = replace(
+        built.problem,
+        nodes=builder.choices(),
+        values=values,
+        reruns=reruns,
+        moments=builder.moments(roots),
+    )
+    return replace(
+        built,
+        problem=problem,
+        entries=builder.entries,
+        layouts=tuple(tuple(table.index) for table in layouts),
+        roots=tuple(roots),
+        reruns=members,
     )
 
 
@@ -606,6 +797,11 @@ def decode(built: Built, analysis: Analysis, solution: Solution) -> StagePlan:
             members = built.classes[number].members
             for name, chosen in zip(members, dealt(shares, leanest, len(members)), strict=True):
                 picked[name] = built.classes[number].strategies[entry.choices[chosen][place]]
+    recomputed = {
+        name
+        for names, share in zip(built.reruns, solution.rerun_shares, strict=True)
+        for name in names[: math.ceil(share * len(names) - 1e-6)]
+    }
     kept: dict[str, tuple[Sharding, ...]] = {}
     for index, (group, layouts) in enumerate(zip(built.roots, built.layouts, strict=True)):
         layout = solution.kept[index]
@@ -613,7 +809,8 @@ def decode(built: Built, analysis: Analysis, solution: Solution) -> StagePlan:
             continue
         shares = solution.kept_shares.get(index, ((layout, 1.0),))
         leanest = built.problem.values[index].kept_bytes
-        for ref, chosen in zip(group, dealt(shares, leanest, len(group)), strict=True):
+        left = [ref for ref in group if ref.node not in recomputed]
+        for ref, chosen in zip(left, dealt(shares, leanest, len(left)), strict=True):
             kept[str(ref)] = (layouts[chosen],)
     graph = analysis.graph
     used = _used(built, analysis, picked)
@@ -642,6 +839,7 @@ def decode(built: Built, analysis: Analysis, solution: Solution) -> StagePlan:
         parameters=tuple(parameters),
         nodes=tuple(nodes),
         kept=kept,
+        recomputed=tuple(node.name for node in graph.nodes if node.name in recomputed),
     )
 
 
@@ -656,7 +854,7 @@ def dealt(shares: Shares, size: Sequence[float], count: int) -> list[int]:
     found: list[int] = []
     for choice, share in sorted(shares, key=lambda item: size[item[0]]):
         found += [choice] * math.ceil(share * count - 1e-6)
-    return found[:count] + [found[-1]] * (count - len(found))
+    return found[:count] + found[-1:] * (count - len(found))
 
 
 def _used(

@@ -2,16 +2,25 @@
 
 Variables: ``x[n, c]`` (class n picks choice c, binary), ``k[v, l]`` (value v is kept in layout l),
 ``f[d, a]`` (need d uses arc a, continuous), ``p[a]`` (arc a is paid), ``z[v, l]`` (a kept copy of a
-persistent value that is not its own layout).
+persistent value that is not its own layout), ``r[q, c]`` (class q runs again under choice c),
+``w[q, t]`` (it has by moment t), ``b[q, t]`` (bytes it then holds).
 
 =====================================================================  =======================
 (1) sum_c x[n, c] = 1                                                  ``_add_choices``
-(2) sum_l k[v, l] = 1 for values that cross into the backward          ``_add_keeps``
+(2) sum_l k[v, l] + sum_c r[q, c] = 1 for values that cross into the   ``_add_keeps``
+    backward, q being the class that makes v
 (3) inflow - outflow + source[l] = demand[l] for every need, layout    ``_add_flow``
 (4) f[d, a] <= p[a] for the needs that share an arc                    ``_add_flows``
 (5) z[v, l] >= k[v, l] - sum of x that give l                          ``_add_keeps``
 (6) resident + kept <= limit, resident + gradients <= limit            ``_add_memory``
+(7) r[q, c] <= x[n, c] for the entry n of class q                      ``_add_reruns``
+(8) w[q, t] >= w[u, t] - sum_l k[v, l] for u that reads v of q         ``_add_moment``
+(9) b[q, t] >= sum_c bytes[c] r[q, c] - most * (1 - w[q, t])           ``_add_moment``
+(10) resident + kept and gradients at t + sum_q b[q, t] <= limit       ``_add_moment``
 =====================================================================  =======================
+
+A class that runs again needs what it reads in the backward: (3) holds for it with r for x, and
+with >= for =, since not all copies run again.
 
 Choices and layouts of divisible classes are continuous: k of 32 layers may choose another way.
 The objective is the seconds of the picked choices and of the paid arcs. The relaxation is integral
@@ -31,7 +40,7 @@ from ortools.math_opt import model_pb2
 from ortools.math_opt.python import mathopt
 from ortools.math_opt.solvers import highs_pb2
 
-from autopar.search.problem import Need, Problem, Shares, Solution, Value
+from autopar.search.problem import Moment, Problem, Shares, Solution, Value
 
 GAP = 1e-4
 """Relative gap at which the solver may stop."""
@@ -76,6 +85,8 @@ class _Columns:
     """Where the variables of a problem lie."""
 
     pick: list[range] = field(default_factory=list)
+    again: list[range] = field(default_factory=list)
+    kept_of: dict[int, list[range]] = field(default_factory=dict)
     keep: list[range | None] = field(default_factory=list)
     extra: list[range | None] = field(default_factory=list)
 
@@ -90,9 +101,7 @@ def solve(problem: Problem, *, time_limit_s: float = 60.0, gap: float = GAP) -> 
     """
     start = time.perf_counter()
     program, columns = _Program(), _Columns()
-    _add_choices(program, problem, columns)
-    _add_keeps(program, problem, columns)
-    _add_flows(program, problem, columns)
+    _add_all(program, problem, columns)
     _add_memory(program, problem, columns)
     outcome = _search(program, columns, start + time_limit_s, gap)
     return _solution(problem, columns, program, outcome, time.perf_counter() - start)
@@ -106,76 +115,105 @@ class _Outcome:
         status: As of `Solution`.
         values: Of every column; empty if nothing was found.
         objective: In milliseconds; ``bound`` the proven least.
+        reduced: Of every column of a relaxation, the reduced cost in milliseconds.
     """
 
     status: str
     values: NDArray[np.float64]
     objective: float = float("inf")
     bound: float = 0.0
+    reduced: NDArray[np.float64] | None = None
 
 
 _NOTHING = np.zeros(0)
-DIVE_GAP = 2e-3
+DIVE_GAP = 3e-3
 """Relative gap at which a rounded relaxation is good enough not to branch."""
+
+HALF = 0.5
+"""Share of a class from which rounding has it run again."""
 
 
 def _search(program: _Program, columns: _Columns, deadline: float, gap: float) -> _Outcome:
     """Solve the relaxation; round it where it is fractional; branch where rounding costs."""
     relaxed = _run(program, deadline, gap, relaxed=True)
-    if relaxed.status != "optimal" or not _fractional(program, columns, relaxed.values):
+    groups = [*columns.pick, *(keep for keep in columns.keep if keep is not None), *columns.again]
+    if relaxed.status != "optimal" or not _fractional(program, groups, relaxed.values):
         return relaxed
     rounded = _dive(program, columns, relaxed, deadline, gap)
     close = rounded.objective - relaxed.bound <= max(gap, DIVE_GAP) * rounded.objective
     if close and gap >= GAP:
         return rounded
-    branched = _run(program, deadline, gap, relaxed=False)
+    branched = _run(program, deadline, gap if gap < GAP else DIVE_GAP, relaxed=False)
     best = min(branched, rounded, key=lambda outcome: outcome.objective)
     bound = max(branched.bound, relaxed.bound)
     if not len(best.values):
         return branched
     closed = best.objective - bound <= gap * best.objective
     status = "optimal" if branched.status == "optimal" or closed else "feasible"
-    return replace(best, status=status, bound=min(bound, best.objective))
+    return replace(best, status=status, bound=min(bound, best.objective), reduced=relaxed.reduced)
 
 
-def _fractional(program: _Program, columns: _Columns, values: NDArray[np.float64]) -> list[range]:
-    """Groups of columns that must be whole numbers and are not."""
-    groups = [*columns.pick, *(keep for keep in columns.keep if keep is not None)]
+def _fractional(
+    program: _Program, groups: Sequence[range], values: NDArray[np.float64]
+) -> list[int]:
+    """Indices of groups of columns that must be whole numbers and are not."""
     found = []
-    for group in groups:
+    for index, group in enumerate(groups):
         if program.integer[group.start]:
             amounts = values[group.start : group.stop]
             if np.any((amounts > SHARE) & (amounts < 1 - SHARE)):
-                found.append(group)
+                found.append(index)
     return found
 
 
 def _dive(
     program: _Program, columns: _Columns, relaxed: _Outcome, deadline: float, gap: float
 ) -> _Outcome:
-    """Fix the fractional groups one after the other at their largest share, solving in between."""
+    """Fix the fractional groups at their largest share, solving in between.
+
+    Choices of nodes come first, then what runs again: what does so by half is kept no more, what
+    does less does not run again.
+    """
     fixed = replace(program, upper=list(program.upper))
     now = relaxed
-    while groups := _fractional(program, columns, now.values):
+    keeps = [keep for keep in columns.keep if keep is not None]
+    while True:
         if time.perf_counter() > deadline:
             return _Outcome("time_limited", _NOTHING)
-        for group in groups:
-            chosen = int(np.argmax(now.values[group.start : group.stop]))
-            for place, column in enumerate(group):
-                if place != chosen:
+        if broken := _fractional(fixed, columns.pick, now.values):
+            for index in broken:
+                _fix_largest(fixed, columns.pick[index], now.values)
+        elif broken := _fractional(fixed, columns.again, now.values):
+            for index in broken:
+                group = columns.again[index]
+                more = now.values[group.start : group.stop].sum() >= HALF
+                keep = [c for own in columns.kept_of.get(index, ()) for c in own if fixed.upper[c]]
+                for column in keep if more and keep else group:
                     fixed.upper[column] = 0.0
+        elif broken := _fractional(fixed, keeps, now.values):
+            for index in broken:
+                _fix_largest(fixed, keeps[index], now.values)
+        else:
+            return replace(now, bound=relaxed.bound, status="feasible", reduced=relaxed.reduced)
         now = _run(fixed, deadline, gap, relaxed=True)
         if not len(now.values):
             return now
-    return replace(now, bound=relaxed.bound, status="feasible")
+
+
+def _fix_largest(fixed: _Program, group: range, values: NDArray[np.float64]) -> None:
+    """Leave only the column of a group that has the largest share."""
+    chosen = int(np.argmax(values[group.start : group.stop]))
+    for place, column in enumerate(group):
+        if place != chosen:
+            fixed.upper[column] = 0.0
 
 
 _WANTED = mathopt.ModelSolveParameters(
     variable_values_filter=mathopt.VariableFilter(skip_zero_values=True),
     dual_values_filter=mathopt.LinearConstraintFilter(filtered_items=[]),
-    reduced_costs_filter=mathopt.VariableFilter(filtered_items=[]),
+    reduced_costs_filter=mathopt.VariableFilter(skip_zero_values=True),
 )
-"""Of a result only the values that are not zero are read; the rest would be copied for nothing."""
+"""Of a result only what is not zero is read; the rest would be copied for nothing."""
 
 
 def _run(program: _Program, deadline: float, gap: float, *, relaxed: bool) -> _Outcome:
@@ -201,13 +239,27 @@ def _run(program: _Program, deadline: float, gap: float, *, relaxed: bool) -> _O
     values = np.zeros(len(program.cost))
     for variable, amount in result.variable_values().items():
         values[variable.id] = amount
+    reduced = None
+    if relaxed and result.has_dual_feasible_solution():
+        reduced = np.zeros(len(program.cost))
+        for variable, amount in result.reduced_costs().items():
+            reduced[variable.id] = amount
     optimal = reason == mathopt.TerminationReason.OPTIMAL
     return _Outcome(
         "optimal" if optimal else "feasible",
         values,
         result.objective_value(),
         result.best_objective_bound(),
+        reduced,
     )
+
+
+def _add_all(program: _Program, problem: Problem, columns: _Columns) -> None:
+    """Everything but memory."""
+    _add_choices(program, problem, columns)
+    _add_reruns(program, problem, columns)
+    _add_keeps(program, problem, columns)
+    _add_flows(program, problem, columns)
 
 
 def _add_choices(program: _Program, problem: Problem, columns: _Columns) -> None:
@@ -219,17 +271,38 @@ def _add_choices(program: _Program, problem: Problem, columns: _Columns) -> None
         columns.pick.append(own)
 
 
+def _add_reruns(program: _Program, problem: Problem, columns: _Columns) -> None:
+    """(7)"""
+    for rerun in problem.reruns:
+        own = program.columns(list(rerun.seconds), integer=rerun.count == 1)
+        for again, chosen in zip(own, columns.pick[rerun.node], strict=True):
+            program.row(-np.inf, 0, [(again, 1.0), (chosen, -1.0)])
+        if rerun.most < 1:
+            program.row(-np.inf, rerun.most, [(column, 1.0) for column in own])
+        columns.again.append(own)
+
+
 def _add_keeps(program: _Program, problem: Problem, columns: _Columns) -> None:
     """(2) and (5)"""
     for value in problem.values:
-        if not value.backward:
+        if not value.crosses:
             columns.keep.append(None)
             columns.extra.append(None)
             continue
         keep = program.columns([0.0] * value.num_layouts, integer=not value.divisible)
         for layout in value.no_keep:
             program.upper[keep[layout]] = 0.0
-        program.row(1, 1, [(c, 1.0) for c in keep])
+        kept = [(c, 1.0) for c in keep]
+        remade: list[tuple[int, float]] = []
+        if value.rerun is not None:
+            remade = [(c, 1.0) for c in columns.again[value.rerun]]
+            columns.kept_of.setdefault(value.rerun, []).append(keep)
+            if least := problem.reruns[value.rerun].least:
+                program.row(-np.inf, 1 - least, kept)
+        if value.backward:
+            program.row(1, 1, kept + remade)
+        else:
+            program.row(-np.inf, 1, kept)
         columns.keep.append(keep)
         if not value.persistent:
             columns.extra.append(None)
@@ -250,45 +323,87 @@ def _add_flows(program: _Program, problem: Problem, columns: _Columns) -> None:
     """(3) and (4)"""
     for value, keep in zip(problem.values, columns.keep, strict=True):
         made = [[(c, 1.0) for c in _giving(value, columns, n)] for n in range(value.num_layouts)]
-        demands = [_demand(value, columns, need) for need in value.forward]
+        exact = [_demand(value, columns.pick[need.node], need.layouts) for need in value.forward]
         for layout in value.fixed_needs:
-            demands.append([[] for _ in range(value.num_layouts)])
-            demands[-1][layout] = [(-1, 1.0)]
-        if keep is not None:
-            demands.append([[(keep[n], 1.0)] for n in range(value.num_layouts)])
-        _add_phase(program, value, made, demands)
-        if keep is not None:
-            kept = [[(keep[n], 1.0)] for n in range(value.num_layouts)]
-            demands = [_demand(value, columns, need) for need in value.backward]
-            _add_phase(program, value, kept, demands)
+            exact.append([[] for _ in range(value.num_layouts)])
+            exact[-1][layout] = [(-1, 1.0)]
+        if keep is None:
+            _add_phase(program, value, made, exact, [])
+            continue
+        kept: _Terms = [[(keep[n], 1.0)] for n in range(value.num_layouts)]
+        if value.backward and value.rerun is None:
+            _add_phase(program, value, made, [*exact, kept], [])
+        else:
+            _add_phase(program, value, made, exact, [kept])
+        there = [list(terms) for terms in kept]
+        if value.rerun is not None:
+            for layout, column in zip(value.gives, columns.again[value.rerun], strict=True):
+                there[layout].append((column, 1.0))
+        exact = [_demand(value, columns.pick[need.node], need.layouts) for need in value.backward]
+        _add_phase(program, value, there, exact, _again(program, value, columns))
+
+
+def _again(program: _Program, value: Value, columns: _Columns) -> list[_Terms]:
+    """What the classes that read the value need of it when they run again, as one demand.
+
+    Where several read it in the same layout, it is there for all of them.
+    """
+    if not value.again:
+        return []
+    each = [_demand(value, columns.again[a.rerun], a.layouts) for a in value.again]
+    if len(each) == 1:
+        return each
+    found: _Terms = []
+    for layout in range(value.num_layouts):
+        wanted = [terms[layout] for terms in each if terms[layout]]
+        if len(wanted) > 1:
+            (most,) = program.columns([0.0], upper=np.inf)
+            for terms in wanted:
+                program.row(0, np.inf, [(most, 1.0), *((c, -a) for c, a in terms)])
+            wanted = [[(most, 1.0)]]
+        found.append(wanted[0] if wanted else [])
+    return [found]
 
 
 _Terms = list[list[tuple[int, float]]]
 """For every layout, (column, coefficient); column -1 stands for the constant 1."""
 
 
-def _demand(value: Value, columns: _Columns, need: Need) -> _Terms:
-    pick = columns.pick[need.node]
+def _demand(value: Value, pick: range, layouts: Sequence[int]) -> _Terms:
     found: _Terms = [[] for _ in range(value.num_layouts)]
-    for choice, layout in enumerate(need.layouts):
+    for choice, layout in enumerate(layouts):
         found[layout].append((pick[choice], 1.0))
     return found
 
 
-def _add_phase(program: _Program, value: Value, made: _Terms, demands: list[_Terms]) -> None:
-    shared = len(demands) > 1
+def _add_phase(
+    program: _Program, value: Value, made: _Terms, exact: list[_Terms], least: list[_Terms]
+) -> None:
+    """The flows of one phase.
+
+    Args:
+        program: Where they are added.
+        value: The value.
+        made: What is there at the start, by layout.
+        exact: Demands that add up to what is there.
+        least: Demands that may leave something of it over.
+    """
+    shared = len(exact) + len(least) > 1
+    upper = np.inf if least else 1.0
     costs = [arc.seconds for arc in value.arcs]
-    paid = program.columns(costs) if shared else None
-    for demand in demands:
-        flow = program.columns([0.0] * len(costs) if shared else costs)
-        _add_flow(program, value, made, demand, flow)
+    paid = program.columns(costs, upper=upper) if shared else None
+    for number, demand in enumerate([*exact, *least]):
+        flow = program.columns([0.0] * len(costs) if shared else costs, upper=upper)
+        _add_flow(program, value, made, demand, flow, np.inf if number >= len(exact) else 0.0)
         if paid is not None:
             for index, cost in enumerate(costs):
                 if cost > 0:
                     program.row(-np.inf, 0, [(flow[index], 1.0), (paid[index], -1.0)])
 
 
-def _add_flow(program: _Program, value: Value, made: _Terms, demand: _Terms, flow: range) -> None:
+def _add_flow(
+    program: _Program, value: Value, made: _Terms, demand: _Terms, flow: range, spare: float
+) -> None:
     terms: list[list[tuple[int, float]]] = [[] for _ in range(value.num_layouts)]
     for arc, column in zip(value.arcs, flow, strict=True):
         terms[arc.tail].append((column, -1.0))
@@ -303,7 +418,7 @@ def _add_flow(program: _Program, value: Value, made: _Terms, demand: _Terms, flo
                 else:
                     row[column] = row.get(column, 0.0) + sign * coefficient
         if row or constant:
-            program.row(constant, constant, list(row.items()))
+            program.row(constant, constant + spare, list(row.items()))
 
 
 def least_bytes(problem: Problem, *, time_limit_s: float = 60.0) -> float:
@@ -312,9 +427,7 @@ def least_bytes(problem: Problem, *, time_limit_s: float = 60.0) -> float:
     No choice needs less; infinite if the time ran out.
     """
     program, columns = _Program(), _Columns()
-    _add_choices(program, problem, columns)
-    _add_keeps(program, problem, columns)
-    _add_flows(program, problem, columns)
+    _add_all(program, problem, columns)
     program.cost = [0.0] * len(program.cost)
     (most,) = program.columns([1e-3], upper=float("inf"))
     _add_memory(program, replace(problem, memory_limit_bytes=problem.fixed_bytes), columns, most)
@@ -345,6 +458,55 @@ def _add_memory(
             kept += [(counted[n], size / 2**30) for n, size in enumerate(value.kept_bytes) if size]
     program.row(-np.inf, limit, resident + kept + room)
     program.row(-np.inf, limit, gradients + room)
+    for moment in problem.moments:
+        total: dict[int, float] = {}
+        for column, size in resident + _add_moment(program, problem, columns, moment) + room:
+            total[column] = total.get(column, 0.0) + size
+        program.row(-np.inf, limit, list(total.items()))
+
+
+def _add_moment(
+    program: _Program, problem: Problem, columns: _Columns, moment: Moment
+) -> list[tuple[int, float]]:
+    """(8) to (10): what is held at a moment beside what is resident, in GiB."""
+    terms: list[tuple[int, float]] = []
+    for number, share in moment.kept:
+        keep, extra = columns.keep[number], columns.extra[number]
+        counted = keep if extra is None else extra
+        if counted is not None:
+            size = problem.values[number].kept_bytes
+            terms += [(counted[n], share * s / 2**30) for n, s in enumerate(size) if s]
+    for number, share in moment.gradients:
+        size = problem.nodes[number].gradient_bytes
+        terms += [(c, share * s / 2**30) for c, s in zip(columns.pick[number], size, strict=True)]
+    for number, size in moment.passing:
+        terms += [(c, s / 2**30) for c, s in zip(columns.pick[number], size, strict=True) if s]
+    ran = {
+        maker: program.columns([0.0])[0]
+        for maker in dict.fromkeys(m for m, _, _ in moment.through)
+        if maker not in moment.needed
+    }
+    for maker, reader, number in moment.through:
+        keep = columns.keep[number]
+        read: list[tuple[int, float]] = []
+        if reader in ran:
+            read = [(ran[reader], -1.0)]
+        elif reader in moment.needed:
+            read = [(c, -1.0) for c in columns.again[reader]]
+        if maker in ran and read and keep is not None:
+            program.row(0, np.inf, [(ran[maker], 1.0), *read, *((c, 1.0) for c in keep)])
+    for rerun, held in moment.held:
+        again = columns.again[rerun]
+        own = [(c, size / 2**30) for c, size in zip(again, held, strict=True) if size]
+        if rerun in moment.needed:
+            terms += own
+        elif rerun in ran and own:
+            (bytes_,) = program.columns([0.0], upper=np.inf)
+            most = max(held) / 2**30
+            less = [(c, -size) for c, size in own]
+            program.row(-most, np.inf, [(bytes_, 1.0), (ran[rerun], -most), *less])
+            terms.append((bytes_, 1.0))
+    return terms
 
 
 def _proto(program: _Program, *, relaxed: bool) -> model_pb2.ModelProto:
@@ -388,16 +550,15 @@ def _solution(
             num_constraints=num_constraints,
         )
     choice = tuple(int(np.argmax(found[pick.start : pick.stop])) for pick in columns.pick)
-    kept = tuple(
-        None if keep is None else int(np.argmax(found[keep.start : keep.stop]))
-        for keep in columns.keep
-    )
+    kept = tuple(_kept(found, keep) for keep in columns.keep)
     return Solution(
         status=outcome.status,
         choice=choice,
         kept=kept,
         choice_shares=_shares(found, columns.pick),
         kept_shares=_shares(found, columns.keep),
+        worse_s=_worse_s(columns, outcome.reduced),
+        rerun_shares=tuple(float(found[a.start : a.stop].sum()) for a in columns.again),
         objective_s=outcome.objective / 1e3,
         bound_s=outcome.bound / 1e3,
         seconds=seconds,
@@ -421,22 +582,71 @@ def _shares(found: NDArray[np.float64], groups: Sequence[range | None]) -> dict[
     return shares
 
 
-def _memory(problem: Problem, columns: _Columns, found: NDArray[np.float64]) -> tuple[float, float]:
-    """The two memory sums, in bytes."""
+def _worse_s(
+    columns: _Columns, reduced: NDArray[np.float64] | None
+) -> tuple[tuple[float, ...], ...]:
+    if reduced is None:
+        return ()
+    return tuple(tuple((_taken(reduced, pick) / 1e3).tolist()) for pick in columns.pick)
+
+
+def _taken(found: NDArray[np.float64], columns: range) -> NDArray[np.float64]:
+    return found[columns.start : columns.stop]
+
+
+def _kept(found: NDArray[np.float64], keep: range | None) -> int | None:
+    """The layout in which most of a value is kept; None if nothing is."""
+    if keep is None or found[keep.start : keep.stop].sum() <= SHARE:
+        return None
+    return int(np.argmax(found[keep.start : keep.stop]))
+
+
+def _memory(problem: Problem, columns: _Columns, found: NDArray[np.float64]) -> tuple[float, ...]:
+    """The memory sums, in bytes."""
     resident = problem.fixed_bytes
-    gradients = saved = 0.0
+    gradients = []
     for node, pick in zip(problem.nodes, columns.pick, strict=True):
         amounts = found[pick.start : pick.stop]
         resident += float(amounts @ np.asarray(node.resident_bytes))
-        gradients += float(amounts @ np.asarray(node.gradient_bytes))
-    for value, keep, extra in zip(problem.values, columns.keep, columns.extra, strict=True):
-        counted = keep if extra is None else extra
-        if counted is not None:
-            amounts = found[counted.start : counted.stop]
-            if extra is not None and keep is not None:
-                own = np.zeros(value.num_layouts)
-                pick = columns.pick[value.producer]
-                np.add.at(own, np.asarray(value.gives), found[pick.start : pick.stop])
-                amounts = np.maximum(0.0, found[keep.start : keep.stop] - own)
-            saved += float(amounts @ np.asarray(value.kept_bytes))
-    return resident + saved, resident + gradients
+        gradients.append(float(amounts @ np.asarray(node.gradient_bytes)))
+    saved = []
+    for value, keep in zip(problem.values, columns.keep, strict=True):
+        amounts = np.zeros(value.num_layouts)
+        if keep is not None:
+            amounts = found[keep.start : keep.stop]
+        if keep is not None and value.persistent:
+            own = np.zeros(value.num_layouts)
+            pick = columns.pick[value.producer]
+            np.add.at(own, np.asarray(value.gives), found[pick.start : pick.stop])
+            amounts = np.maximum(0.0, amounts - own)
+        saved.append(float(amounts @ np.asarray(value.kept_bytes)))
+    moments = (
+        sum(share * saved[number] for number, share in moment.kept)
+        + sum(share * gradients[number] for number, share in moment.gradients)
+        + sum(float(_taken(found, columns.pick[n]) @ np.asarray(s)) for n, s in moment.passing)
+        + _remade_bytes(problem, columns, found, moment)
+        for moment in problem.moments
+    )
+    return (resident + sum(saved), resident + sum(gradients), *(resident + m for m in moments))
+
+
+def _remade_bytes(
+    problem: Problem, columns: _Columns, found: NDArray[np.float64], moment: Moment
+) -> float:
+    """What is held of what ran again by a moment."""
+    again = [found[a.start : a.stop] for a in columns.again]
+    ran = [float(a.sum()) if n in moment.needed else 0.0 for n, a in enumerate(again)]
+    changed = True
+    while changed:
+        changed = False
+        for maker, reader, number in moment.through:
+            keep = columns.keep[number]
+            kept = 0.0 if keep is None else float(found[keep.start : keep.stop].sum())
+            if ran[reader] - kept > ran[maker] + SHARE:
+                ran[maker], changed = ran[reader] - kept, True
+    return sum(
+        max(0.0, float(again[n] @ np.asarray(held)) - max(held) * (1 - ran[n]))
+        if n not in moment.needed
+        else float(again[n] @ np.asarray(held))
+        for n, held in moment.held
+    )

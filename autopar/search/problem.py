@@ -6,7 +6,10 @@ and by the brute force of the tests.
 A *node* picks one of its choices. A *value* is made by a node in one layout per choice, and is
 needed by nodes in one layout per choice; arcs of its layout graph change layouts at a price. An
 arc is paid once a phase, however many needs use it. A value that crosses from the forward into
-the backward is *kept* in one layout, which costs memory; the backward starts from there.
+the backward is *kept* in one layout, which costs memory; the backward starts from there. A class
+of forward nodes may *run again* in the backward instead, if what it reads is kept or runs again
+too; its results start there in the layout its choice gives. What memory holds is counted at the
+end of the forward, at the update and at *moments* in between.
 """
 
 from __future__ import annotations
@@ -54,6 +57,59 @@ class Need:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rerun:
+    """A class of forward nodes that may run again in the backward.
+
+    Attributes:
+        name: For reports.
+        node: Entry of ``Problem.nodes`` whose choice it runs under.
+        count: Members of the class; more than one may decide differently.
+        seconds: Of running again, for every choice of ``node``, all members.
+        least: Share of the members that must run again if they are needed.
+        most: Share of the members that may.
+    """
+
+    name: str
+    node: int
+    count: int
+    seconds: tuple[float, ...]
+    least: float = 0.0
+    most: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """A class that may run again reads the value: ``layouts[c]`` under choice c of its entry."""
+
+    rerun: int
+    layouts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """What memory holds at one place of the step.
+
+    Attributes:
+        name: For reports.
+        kept: (value, share of what is kept of it that is still held).
+        gradients: (node, share of its gradients that is made).
+        needed: Reruns that have run by then, if they run at all.
+        through: (rerun that makes it, rerun that reads it, value): has run if its reader has and
+            the value is not kept.
+        held: (rerun, bytes under every choice of its entry): what is held if it has run.
+        passing: (node, bytes of every choice): what is made and read in the same phase.
+    """
+
+    name: str
+    kept: tuple[tuple[int, float], ...]
+    gradients: tuple[tuple[int, float], ...]
+    needed: frozenset[int]
+    through: tuple[tuple[int, int, int], ...]
+    held: tuple[tuple[int, tuple[float, ...]], ...]
+    passing: tuple[tuple[int, tuple[float, ...]], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
     """A class of values.
 
@@ -70,6 +126,8 @@ class Value:
         divisible: Members may be kept in different layouts.
         fixed_needs: Layouts needed whatever is chosen, in the phase it is made in.
         no_keep: Layouts that may not be kept (a gathered parameter under ZeRO-3).
+        rerun: The entry of ``Problem.reruns`` that makes it again, if one may.
+        again: Reads of classes that may run again.
     """
 
     name: str
@@ -84,6 +142,13 @@ class Value:
     divisible: bool = False
     fixed_needs: tuple[int, ...] = ()
     no_keep: frozenset[int] = frozenset()
+    rerun: int | None = None
+    again: tuple[Again, ...] = ()
+
+    @property
+    def crosses(self) -> bool:
+        """Whether the backward may need it."""
+        return bool(self.backward or self.again)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,12 +160,16 @@ class Problem:
         values: All classes of values that somebody needs.
         memory_limit_bytes: For resident + kept, and for resident + gradients; None for no limit.
         fixed_bytes: Memory used whatever is chosen.
+        reruns: What may run again.
+        moments: Where else memory is counted.
     """
 
     nodes: tuple[Choices, ...]
     values: tuple[Value, ...]
     memory_limit_bytes: float | None = None
     fixed_bytes: float = 0.0
+    reruns: tuple[Rerun, ...] = ()
+    moments: tuple[Moment, ...] = ()
 
 
 Shares = tuple[tuple[int, float], ...]
@@ -119,11 +188,14 @@ class Solution:
         choice_shares: Of divisible nodes whose members choose differently, what they choose;
             ``choice`` then has the largest share.
         kept_shares: The same of layouts kept.
+        rerun_shares: Share of the members of every rerun that run again.
+        worse_s: For every choice of every node, seconds by which any solution that takes it is
+            worse than ``bound_s`` at least; empty where the solver does not tell.
         objective_s: Seconds of the solution; ``bound_s`` the proven least.
         seconds: Time the solver took.
         num_variables: Size of the program.
         num_constraints: Size of the program.
-        memory_bytes: Its two memory sums.
+        memory_bytes: Its memory sums: at the end of the forward, at the update, at the moments.
     """
 
     status: str
@@ -131,9 +203,11 @@ class Solution:
     kept: tuple[int | None, ...] = ()
     choice_shares: Mapping[int, Shares] = field(default_factory=dict)
     kept_shares: Mapping[int, Shares] = field(default_factory=dict)
+    rerun_shares: tuple[float, ...] = ()
+    worse_s: tuple[tuple[float, ...], ...] = ()
     objective_s: float = float("inf")
     bound_s: float = 0.0
     seconds: float = 0.0
     num_variables: int = 0
     num_constraints: int = 0
-    memory_bytes: tuple[float, float] = field(default=(0.0, 0.0))
+    memory_bytes: tuple[float, ...] = (0.0, 0.0)

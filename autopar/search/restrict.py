@@ -29,11 +29,14 @@ class Restrictions:
         zero: Forced ZeRO stage over the data-parallel axes, or None.
         parameters: ``hint.shard`` and ``hint.replicate``.
         stored: Stored shardings that are given, because the parameters exist.
+        recompute: Modules whose activations run again in the backward; ``keep`` those whose do not.
     """
 
     zero: int | None = None
     parameters: tuple[Shard | Replicate, ...] = ()
     stored: Mapping[str, Sharding] = field(default_factory=dict)
+    recompute: tuple[str, ...] = ()
+    keep: tuple[str, ...] = ()
 
 
 class RoleFilter:
@@ -161,6 +164,12 @@ def _is_partial(strategy: Strategy, axis: int) -> bool:
 def matching(pattern: str, name: str) -> bool:
     """Whether a glob matches a parameter's name or the module that owns it."""
     return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[0], pattern)
+
+
+def below(pattern: str, module: str) -> bool:
+    """Whether a glob matches the path of a module or of one that contains it."""
+    parts = module.split(".")
+    return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1))
 
 
 def parameter_allows(restrictions: Restrictions, mesh: Mesh, name: str, sharding: Sharding) -> bool:

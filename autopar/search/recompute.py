@@ -1,0 +1,285 @@
+"""What may run again in the backward, and what memory then holds when.
+
+A forward node is *recomputable* if nothing but the loop it stands in reads it: results, what is
+made of the batch or of parameters before the loop, and what one copy of a repeated block hands to
+the next (its checkpoint) are kept. Memory is counted at *moments*: places of the step. Of what is
+kept, a moment holds what is still to be read; of what ran again, what was needed by then and will
+be read again; of everything else, what is made and still read in the same phase. Folded blocks
+are seen through their last copy, whose backward runs first, while everything kept of the others
+still waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.ir.graph import SOURCE_OPS, Node, Phase, Ref
+from autopar.search.analysis import Analysis
+
+FORWARD_MOMENTS, BACKWARD_MOMENTS = 4, 10
+"""Moments at which memory is counted, beside the end of the forward and the update."""
+
+NEVER = -1
+
+
+@lru_cache(maxsize=8)
+def recompute_of(analysis: Analysis, *, in_loop: bool, allowed: bool) -> Recompute:
+    """`Recompute` of a step, made once."""
+    return Recompute(analysis, in_loop, allowed)
+
+
+@dataclass(frozen=True, eq=False)
+class Recompute:
+    """What may be recomputed of a step, and when its values are needed.
+
+    Attributes:
+        analysis: The step.
+        in_loop: Whether microbatches are planned: what runs before the loop is not recomputed.
+        allowed: Whether anything is.
+    """
+
+    analysis: Analysis
+    in_loop: bool
+    allowed: bool
+
+    @cached_property
+    def classes(self) -> frozenset[int]:
+        """Classes of forward nodes that may run again."""
+        if not self.allowed:
+            return frozenset()
+        folding = self.analysis.folding
+        return frozenset(
+            number
+            for number, names in enumerate(folding.classes)
+            if all(self._recomputable(name) for name in names)
+        )
+
+    def _recomputable(self, name: str) -> bool:
+        analysis = self.analysis
+        node = analysis.graph.by_name[name]
+        if node.op in SOURCE_OPS or node.phase is not Phase.FORWARD:
+            return False
+        if name in analysis.data or name in analysis.behind or name in self._results:
+            return False
+        if self.in_loop and name not in analysis.looped:
+            return False
+        return not any(self._hands_on(name, reader) for reader in self._forward_readers(name))
+
+    def _hands_on(self, maker: str, reader: str) -> bool:
+        """Whether a value goes from one copy of a repeated block to another, or out of it."""
+        of, classes = self.analysis.folding.of, self.analysis.folding.classes
+        made_by, read_by = classes[of[maker]], classes[of[reader]]
+        if len(made_by) == 1:
+            return False
+        return len(made_by) != len(read_by) or self._copy[maker] != self._copy[reader]
+
+    @cached_property
+    def _copy(self) -> Mapping[str, int]:
+        """Number of the copy that a node stands in: its place in its class."""
+        return {
+            name: copy for names in self.analysis.folding.classes for copy, name in enumerate(names)
+        }
+
+    @cached_property
+    def _results(self) -> frozenset[str]:
+        graph = self.analysis.graph
+        refs = [ref for _, ref in graph.aux] + list(graph.mutations.values())
+        if graph.loss is not None:
+            refs.append(graph.loss)
+        return frozenset(self.analysis.root(ref).root.node for ref in refs)
+
+    @cached_property
+    def _position(self) -> Mapping[str, int]:
+        return {node.name: at for at, node in enumerate(self.analysis.graph.nodes)}
+
+    @cached_property
+    def _reading(self) -> Mapping[Ref, tuple[list[str], list[int]]]:
+        """Of every value, the forward nodes and the positions of backward nodes that read it."""
+        found: dict[Ref, tuple[list[str], list[int]]] = {}
+        for node in self.analysis.graph.nodes:
+            if node.op in SOURCE_OPS or Ref(node.name) in self.analysis.aliases:
+                continue
+            for ref in node.operands:
+                early, late = found.setdefault(self.analysis.root(ref).root, ([], []))
+                if node.phase is Phase.FORWARD:
+                    early.append(node.name)
+                else:
+                    late.append(self._position[node.name])
+        return found
+
+    def _roots(self, name: str) -> list[Ref]:
+        """Values that a node makes and that something reads."""
+        node = self.analysis.graph.by_name[name]
+        refs = (Ref(name, index) for index in range(len(node.outputs)))
+        return [ref for ref in refs if ref in self._reading]
+
+    def _forward_readers(self, name: str) -> list[str]:
+        return [reader for ref in self._roots(name) for reader in self._reading[ref][0]]
+
+    def _late(self, name: str) -> list[int]:
+        """Positions of the backward nodes that read what a node makes."""
+        return [at for ref in self._roots(name) for at in self._reading[ref][1]]
+
+    def runs_again(self, name: str) -> bool:
+        return self.analysis.folding.of.get(name) in self.classes
+
+    @cached_property
+    def _first_needed(self) -> Mapping[str, int]:
+        """When a node has run again at the latest, if it does: before its first direct reader."""
+        found: dict[str, int] = {}
+        for name in self._forward_backwards:
+            direct = self._late(name)
+            later = [found[r] for r in self._forward_readers(name) if self.runs_again(r)]
+            found[name] = min(direct) if direct else max(later, default=NEVER)
+        return found
+
+    @cached_property
+    def _earliest(self) -> Mapping[str, int]:
+        """When a node may have to run again at the earliest; a large number for never."""
+        found: dict[str, int] = {}
+        never = len(self.analysis.graph.nodes)
+        for name in self._forward_backwards:
+            later = [found[r] for r in self._forward_readers(name) if self.runs_again(r)]
+            found[name] = min([*self._late(name), *later], default=never)
+        return found
+
+    @property
+    def _forward_backwards(self) -> list[str]:
+        """Forward nodes that are not views or sources, the last first."""
+        return [
+            node.name
+            for node in reversed(self.analysis.graph.nodes)
+            if node.phase is Phase.FORWARD
+            and node.op not in SOURCE_OPS
+            and Ref(node.name) not in self.analysis.aliases
+        ]
+
+    def last_read(self, ref: Ref) -> int:
+        """Position behind which the backward reads a value no more; `NEVER` if it does not."""
+        return self._last_read.get(ref, NEVER)
+
+    @cached_property
+    def _last_read(self) -> Mapping[Ref, int]:
+        found: dict[Ref, int] = {}
+        for ref, (early, late) in self._reading.items():
+            again = [self._first_needed[name] for name in early if self.runs_again(name)]
+            found[ref] = max([*late, *again], default=NEVER)
+        return found
+
+    def last_copy(self, number: int) -> str:
+        """The member of a class that stands for it at the moments."""
+        return self.analysis.folding.classes[number][-1]
+
+    def needed_by(self, number: int, moment: int) -> bool:
+        """Whether the backward itself has read, by a moment, what the class's last copy makes."""
+        return min(self._late(self.last_copy(number)), default=moment + 1) <= moment
+
+    def readers(self, number: int) -> list[tuple[Ref, int]]:
+        """(value, class) of what may run again and reads what the class's last copy makes."""
+        of = self.analysis.folding.of
+        return [
+            (ref, of[reader])
+            for ref in self._roots(self.last_copy(number))
+            for reader in self._reading[ref][0]
+            if self.runs_again(reader) and self.last_copy(of[reader]) == reader
+        ]
+
+    def held(self, number: int, moment: int) -> list[Ref]:
+        """Values of the class's last copy that are read at or behind a moment of the backward."""
+        return [r for r in self._roots(self.last_copy(number)) if self.last_read(r) >= moment]
+
+    def may_be_needed(self, number: int, moment: int) -> bool:
+        """Whether the class's last copy can have run again by a moment."""
+        return self._earliest[self.last_copy(number)] <= moment
+
+    def passing(self, moment: int) -> Iterator[tuple[int, int, int]]:
+        """(class, output, number) of values that live at a moment of the phase that makes them."""
+        for (number, index), (made, last) in self._lives_of.items():
+            if count := int(np.count_nonzero((made <= moment) & (moment <= last))):
+                yield number, index, count
+
+    @cached_property
+    def _lives_of(self) -> Mapping[tuple[int, int], tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Of every class and output, where its members' values are made and last read."""
+        found: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for ref, life in self._lives.items():
+            found.setdefault((self.analysis.folding.of[ref.node], ref.index), []).append(life)
+        return {
+            key: (np.array([a for a, _ in lives]), np.array([b for _, b in lives]))
+            for key, lives in found.items()
+        }
+
+    def is_kept(self, ref: Ref, moment: int) -> bool:
+        """Whether what is kept of a value is held at a moment, beside what passes."""
+        made, last = self._lives.get(ref, (NEVER, NEVER))
+        return made <= moment <= self.last_read(ref) and not made <= moment <= last
+
+    @cached_property
+    def _lives(self) -> Mapping[Ref, tuple[int, int]]:
+        """Of every value that a node makes, where it is made and last read in that phase.
+
+        Gradients of parameters are left out: memory holds them from the backward on.
+        """
+        graph = self.analysis.graph
+        gradients = {self.analysis.root(ref).root for ref in graph.gradients.values()}
+        found = {}
+        for ref, (early, late) in self._reading.items():
+            node = graph.by_name[ref.node]
+            if node.op in SOURCE_OPS or ref in gradients:
+                continue
+            made = self._position[ref.node]
+            reads = [self._position[n] for n in early] if node.phase is Phase.FORWARD else late
+            found[ref] = (made, max(reads, default=made))
+        return found
+
+    @cached_property
+    def moments(self) -> tuple[int, ...]:
+        """Positions of nodes at which memory is counted, in order.
+
+        Of what does not repeat, of the last copies of the forward and of the first ones of the
+        backward: where most passes through, in every part of them.
+        """
+        classes = self.analysis.folding.classes
+        by_name = self.analysis.graph.by_name
+        forward = [names[-1] for names in classes if self._runs(by_name[names[-1]], Phase.FORWARD)]
+        backward = [names[0] for names in classes if self._runs(by_name[names[0]], Phase.BACKWARD)]
+        found = [*self._fullest(forward, FORWARD_MOMENTS)]
+        found += self._fullest(backward, BACKWARD_MOMENTS)
+        return tuple(sorted(set(found)))
+
+    def _fullest(self, names: list[str], parts: int) -> Iterator[int]:
+        """Of each of as many parts of the nodes, the position at which most passes through."""
+        order = sorted(self._position[name] for name in names)
+        for part in range(parts):
+            own = order[len(order) * part // parts : len(order) * (part + 1) // parts]
+            if own:
+                yield max(own, key=self._passing_bytes.__getitem__)
+
+    @cached_property
+    def _passing_bytes(self) -> list[int]:
+        """Bytes of whole values that pass each position."""
+        graph = self.analysis.graph
+        changes = [0] * (len(graph.nodes) + 1)
+        for ref, (made, last) in self._lives.items():
+            size = graph.type_of(ref).num_bytes
+            changes[made] += size
+            changes[last + 1] -= size
+        return list(accumulate(changes))
+
+    @staticmethod
+    def _runs(node: Node, phase: Phase) -> bool:
+        return node.phase is phase and node.op not in SOURCE_OPS
+
+    def is_late(self, moment: int) -> bool:
+        """Whether a moment is one of the backward."""
+        return self.analysis.graph.nodes[moment].phase is Phase.BACKWARD
+
+    def made_by(self, ref: Ref, moment: int) -> bool:
+        """Whether a value of the backward has been made by a moment."""
+        return self._position.get(ref.node, moment + 1) <= moment
