@@ -281,20 +281,28 @@ def _try_mesh(
     return _Failure(mesh, False, least)
 
 
-MORE = (0.05, 0.25, math.inf)
-"""Parts of the seconds without a memory limit that a solution within one may take longer: the
-first that holds one is searched, and what every solution within it leaves out is left out."""
+JOINT = 600
+"""Strategies up to which recompute and sharding are solved over all of them at once."""
+
+LEFT = 0.15
+"""Part of what is kept that is reckoned to stay where the rest is recomputed."""
 
 
 class _Search:
-    """Solves one mesh under tighter and tighter memory limits."""
+    """Solves one mesh under tighter and tighter memory limits.
+
+    Without a limit nothing runs again, so the smaller problem is solved. Within one, sharding and
+    recompute are chosen together: over all strategies where they are few, else over those of three
+    solutions without recompute: that without a limit, that within it, and that within it if most
+    activations were gone.
+    """
 
     def __init__(self, built: Built, num_stages: int, *, forced: bool) -> None:
         self.plain = built
         self.num_stages = num_stages
         self.forced = forced
         self.unbound: Solution | None = None
-        self._narrowed: dict[float, Built] = {}
+        self.joint: Built | None = None
 
     def within(self, limit: float | None, time_limit_s: float) -> tuple[Built, Solution]:
         """The best solution, and the problem it is one of.
@@ -305,20 +313,37 @@ class _Search:
         """
         if self.unbound is None:
             self.unbound = solve(self.plain.problem, time_limit_s=time_limit_s)
-        if limit is None and not self.forced or not self.unbound.choice:
+        if (limit is None and not self.forced) or not self.unbound.choice:
             return self.plain, self.unbound
         total = None if limit is None else limit * self.num_stages
-        for more in MORE:
-            most = self.unbound.bound_s * (1 + more)
-            built = self._narrowed.get(more)
-            if built is None:
-                built = with_reruns(self.plain, self.unbound, more * self.unbound.bound_s)
-                self._narrowed[more] = built
-            problem = replace(built.problem, memory_limit_bytes=total)
-            solution = solve(problem, time_limit_s=time_limit_s)
-            if solution.choice and solution.objective_s <= most:
-                break
-        return built, solution
+        if self.joint is None:
+            self.joint = with_reruns(self.plain, self._near(self.unbound, total, time_limit_s))
+        problem = replace(self.joint.problem, memory_limit_bytes=total)
+        solution = solve(problem, time_limit_s=time_limit_s)
+        return self.joint, solution
+
+    def _near(
+        self, unbound: Solution, total: float | None, time_limit_s: float
+    ) -> tuple[Solution, ...]:
+        """Solutions between which the joint problem chooses; none for all strategies."""
+        if self.plain.num_strategies <= JOINT:
+            return ()
+        if total is None:
+            return (unbound,)
+        problem = replace(self.plain.problem, memory_limit_bytes=total, moments=())
+        fewer = tuple(
+            v if v.persistent else replace(v, kept_bytes=tuple(LEFT * b for b in v.kept_bytes))
+            for v in problem.values
+        )
+        found = [
+            solve(own, time_limit_s=time_limit_s, gap=NEAR)
+            for own in (problem, replace(problem, values=fewer))
+        ]
+        return (unbound, *(solution for solution in found if solution.choice))
+
+
+NEAR = 1e-2
+"""Relative gap of the solutions that only offer their strategies."""
 
 
 def _stored(plan: Plan, mesh: Mesh) -> Mapping[str, Sharding]:

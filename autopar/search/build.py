@@ -751,21 +751,19 @@ def build_problem(
     )
 
 
-def with_reruns(built: Built, unbound: Solution | None = None, more_s: float = 0.0) -> Built:
+def with_reruns(built: Built, solutions: Sequence[Solution] = ()) -> Built:
     """The problem in which forward nodes may run again in the backward.
 
     Args:
         built: The problem without.
-        unbound: Its solution without a memory limit. Choices that no solution within ``more_s`` of
-            its bound takes are left out: a solution found within that is optimal all the same.
-        more_s: Seconds above that bound.
+        solutions: Solutions of that problem, or of one of its kind: every node may choose what one
+            of them chooses. With none, every node has all its choices.
     """
     builder = built.builder
     near: list[list[int]] = [list(range(len(e.choices))) for e in builder.all_entries]
-    if unbound is not None and unbound.worse_s:
+    if solutions:
         near = [
-            [n for n, worse in enumerate(own) if worse <= more_s or n == chosen]
-            for own, chosen in zip(unbound.worse_s, unbound.choice, strict=True)
+            sorted({n for s in solutions for n in _chosen(s, index)}) for index in range(len(near))
         ]
     builder.allow_reruns(near)
     values, roots, layouts = builder.values()
@@ -785,6 +783,12 @@ def with_reruns(built: Built, unbound: Solution | None = None, more_s: float = 0
         roots=tuple(roots),
         reruns=members,
     )
+
+
+def _chosen(solution: Solution, index: int) -> list[int]:
+    """What the members of a node choose."""
+    shares = solution.choice_shares.get(index, ((solution.choice[index], 1.0),))
+    return [choice for choice, _ in shares]
 
 
 def decode(built: Built, analysis: Analysis, solution: Solution) -> StagePlan:

@@ -115,14 +115,12 @@ class _Outcome:
         status: As of `Solution`.
         values: Of every column; empty if nothing was found.
         objective: In milliseconds; ``bound`` the proven least.
-        reduced: Of every column of a relaxation, the reduced cost in milliseconds.
     """
 
     status: str
     values: NDArray[np.float64]
     objective: float = float("inf")
     bound: float = 0.0
-    reduced: NDArray[np.float64] | None = None
 
 
 _NOTHING = np.zeros(0)
@@ -150,7 +148,7 @@ def _search(program: _Program, columns: _Columns, deadline: float, gap: float) -
         return branched
     closed = best.objective - bound <= gap * best.objective
     status = "optimal" if branched.status == "optimal" or closed else "feasible"
-    return replace(best, status=status, bound=min(bound, best.objective), reduced=relaxed.reduced)
+    return replace(best, status=status, bound=min(bound, best.objective))
 
 
 def _fractional(
@@ -194,7 +192,7 @@ def _dive(
             for index in broken:
                 _fix_largest(fixed, keeps[index], now.values)
         else:
-            return replace(now, bound=relaxed.bound, status="feasible", reduced=relaxed.reduced)
+            return replace(now, bound=relaxed.bound, status="feasible")
         now = _run(fixed, deadline, gap, relaxed=True)
         if not len(now.values):
             return now
@@ -211,9 +209,9 @@ def _fix_largest(fixed: _Program, group: range, values: NDArray[np.float64]) -> 
 _WANTED = mathopt.ModelSolveParameters(
     variable_values_filter=mathopt.VariableFilter(skip_zero_values=True),
     dual_values_filter=mathopt.LinearConstraintFilter(filtered_items=[]),
-    reduced_costs_filter=mathopt.VariableFilter(skip_zero_values=True),
+    reduced_costs_filter=mathopt.VariableFilter(filtered_items=[]),
 )
-"""Of a result only what is not zero is read; the rest would be copied for nothing."""
+"""Of a result only the values that are not zero are read; the rest would be copied for nothing."""
 
 
 def _run(program: _Program, deadline: float, gap: float, *, relaxed: bool) -> _Outcome:
@@ -239,18 +237,12 @@ def _run(program: _Program, deadline: float, gap: float, *, relaxed: bool) -> _O
     values = np.zeros(len(program.cost))
     for variable, amount in result.variable_values().items():
         values[variable.id] = amount
-    reduced = None
-    if relaxed and result.has_dual_feasible_solution():
-        reduced = np.zeros(len(program.cost))
-        for variable, amount in result.reduced_costs().items():
-            reduced[variable.id] = amount
     optimal = reason == mathopt.TerminationReason.OPTIMAL
     return _Outcome(
         "optimal" if optimal else "feasible",
         values,
         result.objective_value(),
         result.best_objective_bound(),
-        reduced,
     )
 
 
@@ -557,7 +549,6 @@ def _solution(
         kept=kept,
         choice_shares=_shares(found, columns.pick),
         kept_shares=_shares(found, columns.keep),
-        worse_s=_worse_s(columns, outcome.reduced),
         rerun_shares=tuple(float(found[a.start : a.stop].sum()) for a in columns.again),
         objective_s=outcome.objective / 1e3,
         bound_s=outcome.bound / 1e3,
@@ -580,14 +571,6 @@ def _shares(found: NDArray[np.float64], groups: Sequence[range | None]) -> dict[
             total = float(amounts[used].sum())
             shares[index] = tuple((int(n), float(amounts[n]) / total) for n in used)
     return shares
-
-
-def _worse_s(
-    columns: _Columns, reduced: NDArray[np.float64] | None
-) -> tuple[tuple[float, ...], ...]:
-    if reduced is None:
-        return ()
-    return tuple(tuple((_taken(reduced, pick) / 1e3).tolist()) for pick in columns.pick)
 
 
 def _taken(found: NDArray[np.float64], columns: range) -> NDArray[np.float64]:

@@ -189,8 +189,6 @@ class Solution:
             ``choice`` then has the largest share.
         kept_shares: The same of layouts kept.
         rerun_shares: Share of the members of every rerun that run again.
-        worse_s: For every choice of every node, seconds by which any solution that takes it is
-            worse than ``bound_s`` at least; empty where the solver does not tell.
         objective_s: Seconds of the solution; ``bound_s`` the proven least.
         seconds: Time the solver took.
         num_variables: Size of the program.
@@ -204,7 +202,6 @@ class Solution:
     choice_shares: Mapping[int, Shares] = field(default_factory=dict)
     kept_shares: Mapping[int, Shares] = field(default_factory=dict)
     rerun_shares: tuple[float, ...] = ()
-    worse_s: tuple[tuple[float, ...], ...] = ()
     objective_s: float = float("inf")
     bound_s: float = 0.0
     seconds: float = 0.0
