@@ -320,6 +320,11 @@ class _Search:
             self.joint = with_reruns(self.plain, self._near(self.unbound, total, time_limit_s))
         problem = replace(self.joint.problem, memory_limit_bytes=total)
         solution = solve(problem, time_limit_s=time_limit_s)
+        if self.joint.num_strategies < self.plain.num_strategies:
+            # Proven is only what holds without a limit.
+            bound_s = min(self.unbound.bound_s, solution.objective_s)
+            status = "feasible" if solution.status == "optimal" else solution.status
+            solution = replace(solution, status=status, bound_s=bound_s)
         return self.joint, solution
 
     def _near(
@@ -328,7 +333,7 @@ class _Search:
         """Solutions between which the joint problem chooses; none for all strategies."""
         if self.plain.num_strategies <= JOINT:
             return ()
-        if total is None:
+        if total is None or max(unbound.memory_bytes[:2]) <= total:
             return (unbound,)
         problem = replace(self.plain.problem, memory_limit_bytes=total, moments=())
         fewer = tuple(

@@ -86,8 +86,8 @@ class _Columns:
 
     pick: list[range] = field(default_factory=list)
     again: list[range] = field(default_factory=list)
-    kept_of: dict[int, list[range]] = field(default_factory=dict)
     keep: list[range | None] = field(default_factory=list)
+    remade: list[range | None] = field(default_factory=list)
     extra: list[range | None] = field(default_factory=list)
 
 
@@ -134,7 +134,9 @@ HALF = 0.5
 def _search(program: _Program, columns: _Columns, deadline: float, gap: float) -> _Outcome:
     """Solve the relaxation; round it where it is fractional; branch where rounding costs."""
     relaxed = _run(program, deadline, gap, relaxed=True)
-    groups = [*columns.pick, *(keep for keep in columns.keep if keep is not None), *columns.again]
+    groups = [*columns.pick, *(keep for keep in columns.keep if keep is not None)]
+    if gap < GAP:
+        groups += columns.again
     if relaxed.status != "optimal" or not _fractional(program, groups, relaxed.values):
         return relaxed
     rounded = _dive(program, columns, relaxed, deadline, gap)
@@ -169,28 +171,31 @@ def _dive(
 ) -> _Outcome:
     """Fix the fractional groups at their largest share, solving in between.
 
-    Choices of nodes come first, then what runs again: what does so by half is kept no more, what
-    does less does not run again.
+    Choices of nodes come first, then what is kept: a value that is kept by less than half runs
+    again, one that is kept by more does not.
     """
     fixed = replace(program, upper=list(program.upper))
     now = relaxed
-    keeps = [keep for keep in columns.keep if keep is not None]
+    kept = [
+        (keep, again)
+        for keep, again in zip(columns.keep, columns.remade, strict=True)
+        if keep is not None
+    ]
     while True:
         if time.perf_counter() > deadline:
             return _Outcome("time_limited", _NOTHING)
         if broken := _fractional(fixed, columns.pick, now.values):
             for index in broken:
                 _fix_largest(fixed, columns.pick[index], now.values)
-        elif broken := _fractional(fixed, columns.again, now.values):
+        elif broken := _fractional(fixed, [keep for keep, _ in kept], now.values):
             for index in broken:
-                group = columns.again[index]
-                more = now.values[group.start : group.stop].sum() >= HALF
-                keep = [c for own in columns.kept_of.get(index, ()) for c in own if fixed.upper[c]]
-                for column in keep if more and keep else group:
-                    fixed.upper[column] = 0.0
-        elif broken := _fractional(fixed, keeps, now.values):
-            for index in broken:
-                _fix_largest(fixed, keeps[index], now.values)
+                keep, again = kept[index]
+                if again is not None and _taken(now.values, keep).sum() < HALF:
+                    _bar(fixed, keep)
+                    continue
+                _fix_largest(fixed, keep, now.values)
+                if again is not None:
+                    _bar(fixed, again)
         else:
             return replace(now, bound=relaxed.bound, status="feasible")
         now = _run(fixed, deadline, gap, relaxed=True)
@@ -200,10 +205,15 @@ def _dive(
 
 def _fix_largest(fixed: _Program, group: range, values: NDArray[np.float64]) -> None:
     """Leave only the column of a group that has the largest share."""
-    chosen = int(np.argmax(values[group.start : group.stop]))
+    chosen = int(np.argmax(_taken(values, group)))
     for place, column in enumerate(group):
         if place != chosen:
             fixed.upper[column] = 0.0
+
+
+def _bar(fixed: _Program, group: range) -> None:
+    for column in group:
+        fixed.upper[column] = 0.0
 
 
 _WANTED = mathopt.ModelSolveParameters(
@@ -277,20 +287,21 @@ def _add_reruns(program: _Program, problem: Problem, columns: _Columns) -> None:
 def _add_keeps(program: _Program, problem: Problem, columns: _Columns) -> None:
     """(2) and (5)"""
     for value in problem.values:
+        again = None if value.rerun is None else columns.again[value.rerun]
+        columns.remade.append(again)
         if not value.crosses:
             columns.keep.append(None)
             columns.extra.append(None)
             continue
-        keep = program.columns([0.0] * value.num_layouts, integer=not value.divisible)
+        # What only runs again reads is kept as far as that does, which may be a part of a class.
+        integer = bool(value.backward) and not value.divisible
+        keep = program.columns([0.0] * value.num_layouts, integer=integer)
         for layout in value.no_keep:
             program.upper[keep[layout]] = 0.0
         kept = [(c, 1.0) for c in keep]
-        remade: list[tuple[int, float]] = []
-        if value.rerun is not None:
-            remade = [(c, 1.0) for c in columns.again[value.rerun]]
-            columns.kept_of.setdefault(value.rerun, []).append(keep)
-            if least := problem.reruns[value.rerun].least:
-                program.row(-np.inf, 1 - least, kept)
+        remade = [(c, 1.0) for c in again or ()]
+        if value.rerun is not None and (least := problem.reruns[value.rerun].least):
+            program.row(-np.inf, 1 - least, kept)
         if value.backward:
             program.row(1, 1, kept + remade)
         else:

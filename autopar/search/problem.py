@@ -63,7 +63,7 @@ class Rerun:
     Attributes:
         name: For reports.
         node: Entry of ``Problem.nodes`` whose choice it runs under.
-        count: Members of the class; more than one may decide differently.
+        count: Members of the class; they may decide differently.
         seconds: Of running again, for every choice of ``node``, all members.
         least: Share of the members that must run again if they are needed.
         most: Share of the members that may.

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
-from autopar.search.problem import Problem, Value
+from autopar.search.problem import Arc, Problem, Value
 
 
-def steiner_s(value: Value, source: int, needed: frozenset[int]) -> float:
-    """Least seconds of arcs that lead from ``source`` to every needed layout."""
-    terminals = tuple(sorted(needed - {source}))
+def steiner_s(value: Value, sources: frozenset[int], needed: frozenset[int]) -> float:
+    """Least seconds of arcs that lead from any of the sources to every needed layout."""
+    terminals = tuple(sorted(needed - sources))
     if not terminals:
         return 0.0
+    start = value.num_layouts
+    arcs = (*value.arcs, *(Arc(start, source, 0.0) for source in sources))
+    value = replace(value, num_layouts=start + 1, arcs=arcs)
     distance = _distances(value)
     full = (1 << len(terminals)) - 1
 
@@ -29,7 +34,7 @@ def steiner_s(value: Value, source: int, needed: frozenset[int]) -> float:
                 sub = (sub - 1) & mask
         return best
 
-    return tree(full, source)
+    return tree(full, start)
 
 
 def _distances(value: Value) -> list[list[float]]:
@@ -48,43 +53,94 @@ def _distances(value: Value) -> list[list[float]]:
 def brute_force(problem: Problem) -> float | None:
     """Least seconds of any choice within memory, None if there is none."""
     best: float | None = None
-    limit = problem.memory_limit_bytes
     for choice in itertools.product(*(range(len(n.seconds)) for n in problem.nodes)):
-        seconds = sum(n.seconds[c] for n, c in zip(problem.nodes, choice, strict=True))
-        resident = problem.fixed_bytes + sum(
-            n.resident_bytes[c] for n, c in zip(problem.nodes, choice, strict=True)
-        )
-        gradients = sum(n.gradient_bytes[c] for n, c in zip(problem.nodes, choice, strict=True))
-        if limit is not None and resident + gradients > limit:
-            continue
-        for keeps in itertools.product(*(_keep_options(v) for v in problem.values)):
-            saved = sum(
-                0 if k is None or (v.persistent and v.gives[choice[v.producer]] == k)
-                else v.kept_bytes[k]
-                for v, k in zip(problem.values, keeps, strict=True)
-            )  # fmt: skip
-            if limit is not None and resident + saved > limit:
-                continue
-            total = seconds + sum(
-                _value_s(v, choice, k) for v, k in zip(problem.values, keeps, strict=True)
-            )
-            if total < float("inf") and (best is None or total < best):
-                best = total
+        for again in itertools.product((False, True), repeat=len(problem.reruns)):
+            for keeps in itertools.product(*_keep_options(problem, again)):
+                if not _fits(problem, choice, again, keeps):
+                    continue
+                total = sum(n.seconds[c] for n, c in zip(problem.nodes, choice, strict=True))
+                total += sum(
+                    r.seconds[choice[r.node]]
+                    for r, runs in zip(problem.reruns, again, strict=True)
+                    if runs
+                )
+                total += sum(
+                    _value_s(problem, v, choice, again, k)
+                    for v, k in zip(problem.values, keeps, strict=True)
+                )
+                if total < float("inf") and (best is None or total < best):
+                    best = total
     return best
 
 
-def _keep_options(value: Value) -> list[int | None]:
-    if not value.backward:
-        return [None]
-    return [n for n in range(value.num_layouts) if n not in value.no_keep]
+Again = Sequence[bool]
+"""Whether each rerun runs."""
 
 
-def _value_s(value: Value, choice: tuple[int, ...], keep: int | None) -> float:
+def _keep_options(problem: Problem, again: Again) -> list[list[int | None]]:
+    """What may be kept of every value."""
+    found: list[list[int | None]] = []
+    for value in problem.values:
+        layouts = [n for n in range(value.num_layouts) if n not in value.no_keep]
+        remade = value.rerun is not None and again[value.rerun]
+        if not value.crosses or (value.rerun is not None and problem.reruns[value.rerun].least):
+            layouts = []
+        if not value.backward:
+            found.append([None, *layouts])
+        elif remade:
+            found.append([None])
+        else:
+            found.append([*layouts])
+    return found
+
+
+def _fits(
+    problem: Problem, choice: Sequence[int], again: Again, keeps: Sequence[int | None]
+) -> bool:
+    if problem.memory_limit_bytes is None:
+        return True
+    nodes = list(zip(problem.nodes, choice, strict=True))
+    resident = problem.fixed_bytes + sum(n.resident_bytes[c] for n, c in nodes)
+    gradients = [n.gradient_bytes[c] for n, c in nodes]
+    kept = [
+        0.0 if k is None or (v.persistent and v.gives[choice[v.producer]] == k) else v.kept_bytes[k]
+        for v, k in zip(problem.values, keeps, strict=True)
+    ]
+    sums = [sum(kept), sum(gradients)]
+    for moment in problem.moments:
+        ran = {n for n in moment.needed if again[n]}
+        while True:
+            more = {
+                maker
+                for maker, reader, number in moment.through
+                if reader in ran and keeps[number] is None
+            }
+            if more <= ran:
+                break
+            ran |= more
+        held = [h[choice[problem.reruns[n].node]] for n, h in moment.held if n in ran and again[n]]
+        sums.append(
+            sum(share * kept[number] for number, share in moment.kept)
+            + sum(share * gradients[number] for number, share in moment.gradients)
+            + sum(size[choice[number]] for number, size in moment.passing)
+            + sum(held)
+        )
+    return resident + max(sums) <= problem.memory_limit_bytes
+
+
+def _value_s(
+    problem: Problem, value: Value, choice: Sequence[int], again: Again, keep: int | None
+) -> float:
+    made = value.gives[choice[value.producer]]
     early = {n.layouts[choice[n.node]] for n in value.forward} | set(value.fixed_needs)
     if keep is not None:
         early.add(keep)
-    total = steiner_s(value, value.gives[choice[value.producer]], frozenset(early))
-    if keep is not None:
-        late = {n.layouts[choice[n.node]] for n in value.backward}
-        total += steiner_s(value, keep, frozenset(late))
-    return total
+    total = steiner_s(value, frozenset({made}), frozenset(early))
+    late = {n.layouts[choice[n.node]] for n in value.backward}
+    late |= {a.layouts[choice[problem.reruns[a.rerun].node]] for a in value.again if again[a.rerun]}
+    there = set() if keep is None else {keep}
+    if value.rerun is not None and again[value.rerun]:
+        there.add(made)
+    if late and not there:
+        return float("inf")
+    return total + steiner_s(value, frozenset(there), frozenset(late))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.search.intra import least_bytes, solve
-from autopar.search.problem import Arc, Choices, Need, Problem, Value
+from autopar.search.problem import Again, Arc, Choices, Moment, Need, Problem, Rerun, Value
 from tests.oracles.brute import brute_force
 
 
@@ -58,6 +58,76 @@ def problems(draw: st.DrawFn) -> Problem:
         )
     limit = draw(st.none() | st.integers(1, 30).map(lambda g: g * 2.0**28))
     return Problem(nodes=tuple(nodes), values=tuple(values), memory_limit_bytes=limit)
+
+
+@st.composite
+def recomputing_problems(draw: st.DrawFn) -> Problem:
+    """Problems in which some nodes may run again, with moments of the backward."""
+    plain = draw(problems())
+    cost = st.integers(0, 20).map(float)
+    size = st.integers(0, 9).map(lambda g: g * 2.0**28)
+    chosen = [n for n in range(len(plain.nodes)) if draw(st.booleans())]
+    reruns = tuple(
+        Rerun(
+            name=f"r{n}",
+            node=n,
+            count=1,
+            seconds=tuple(draw(cost) for _ in plain.nodes[n].seconds),
+            least=draw(st.sampled_from((0.0, 0.0, 0.0, 1.0))),
+        )
+        for n in chosen
+    )
+    of = {rerun.node: number for number, rerun in enumerate(reruns)}
+    values = []
+    for value in plain.values:
+        again: tuple[Again, ...] = ()
+        # A node that runs again reads only what is made before it.
+        later = [r for r in range(len(reruns)) if reruns[r].node > value.producer]
+        if later and draw(st.booleans()):
+            reader = draw(st.sampled_from(later))
+            choices = plain.nodes[reruns[reader].node].seconds
+            layouts = st.integers(0, value.num_layouts - 1)
+            again = (Again(reader, tuple(draw(layouts) for _ in choices)),)
+        rerun = None if value.persistent else of.get(value.producer)
+        values.append(replace(value, rerun=rerun, again=again))
+    moments = tuple(
+        Moment(
+            name=f"m{number}",
+            kept=tuple((n, 1.0) for n in range(len(values)) if draw(st.booleans())),
+            gradients=tuple((n, 1.0) for n in range(len(plain.nodes)) if draw(st.booleans())),
+            needed=(needed := frozenset(n for n in range(len(reruns)) if draw(st.booleans()))),
+            through=tuple(
+                (value.rerun, a.rerun, n)
+                for n, value in enumerate(values)
+                for a in value.again
+                if value.rerun is not None and value.rerun not in needed
+            ),
+            held=tuple(
+                (n, tuple(draw(size) for _ in reruns[n].seconds)) for n in range(len(reruns))
+            ),
+            passing=tuple(
+                (n, tuple(draw(size) for _ in node.seconds))
+                for n, node in enumerate(plain.nodes)
+                if draw(st.booleans())
+            ),
+        )
+        for number in range(draw(st.integers(0, 2)))
+    )
+    return replace(plain, values=tuple(values), reruns=reruns, moments=moments)
+
+
+@settings(max_examples=200, deadline=None)
+@given(recomputing_problems())
+def test_recompute_equals_brute_force(problem: Problem) -> None:
+    test_program_equals_brute_force.hypothesis.inner_test(problem)  # type: ignore[attr-defined]
+
+
+@settings(max_examples=40, deadline=None)
+@given(recomputing_problems())
+def test_memory_sums_are_those_of_the_limit(problem: Problem) -> None:
+    found = solve(problem, gap=0.0)
+    if found.choice and problem.memory_limit_bytes is not None:
+        assert max(found.memory_bytes) <= problem.memory_limit_bytes * (1 + 1e-6) + 1
 
 
 @settings(max_examples=150, deadline=None)
