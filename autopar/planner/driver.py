@@ -96,6 +96,7 @@ class Candidate:
         simulation: Of the slowest rank; its seconds are those of the step without the update.
         memory: Of the rank that holds most.
         update_s: Of the optimizer's update.
+        limited: Whether memory kept it from being faster.
     """
 
     mesh: Mesh
@@ -106,6 +107,7 @@ class Candidate:
     simulation: Simulation
     memory: Memory
     update_s: float
+    limited: bool = False
 
     @property
     def step_s(self) -> float:
@@ -143,7 +145,9 @@ def make_plan(analysis: Analysis, request: Request) -> Plan:
     if taken is None:
         least_starts(analysis, layout.hints, layout.lanes)
     counts = microbatch_counts(analysis.graph, settled.microbatches, layout)
+    before = math.inf
     for count in counts:
+        here: list[Candidate] = []
         for mesh in (space.with_time(count) for space in spaces):
             if misfit := batch_misfit(analysis.graph, mesh):
                 if settled.microbatches is not None:
@@ -153,13 +157,17 @@ def make_plan(analysis: Analysis, request: Request) -> Plan:
             left = request.time_limit_s - (time.perf_counter() - start)
             outcome = _try_mesh(analysis, request, settled, mesh, layout, max(left, 1.0))
             if isinstance(outcome, Candidate):
-                found.append(outcome)
+                here.append(outcome)
                 tried.append((describe_mesh(mesh), outcome.solution.objective_s))
             else:
                 failures.append(outcome)
                 tried.append((describe_mesh(mesh), None))
-        if found:
+        found += here
+        now = min((c.step_s for c in here), default=math.inf)
+        # More microbatches only help to hold less.
+        if any(not c.limited for c in here) or now >= before < math.inf:
             break
+        before = now
     if not found:
         raise _nothing_fits(analysis, settled, failures)
     best = min(found, key=lambda c: c.step_s)
@@ -273,7 +281,7 @@ def _try_mesh(
             candidate = evaluate(analysis, request, cost, found, solution)
         used = candidate.memory.total_bytes
         if used <= allowed:
-            return candidate
+            return replace(candidate, limited=limit is not None)
         least = min(least, used)
         # The program needs more than the problem knows of: leave that much room.
         last = allowed if limit is None else limit

@@ -63,7 +63,7 @@ def llama(layers: int = 2) -> Built:
     return model, {"input_ids": ids, "labels": ids}, output_loss
 
 
-def gpt2(layers: int = 2, dropout: float = 0.0) -> Built:
+def gpt2(layers: int = 2, dropout: float = 0.0, batch: int = 4) -> Built:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(6)
@@ -83,7 +83,7 @@ def gpt2(layers: int = 2, dropout: float = 0.0) -> Built:
         loss_type="ForCausalLMLoss",
     )
     model = GPT2LMHeadModel(config).train()
-    ids = torch.randint(1, 48, (4, 10))
+    ids = torch.randint(1, 48, (batch, 10))
     labels = ids.clone()
     labels[1, 6:] = -100
     return model, {"input_ids": ids, "labels": labels}, output_loss

@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 from autopar.cost.node import NodeCost, axis_seconds
+from autopar.ir.graph import Phase
 from autopar.ir.sharding import Mesh
 from autopar.plan.records import StagePlan
 from autopar.search.analysis import Analysis
@@ -44,3 +45,14 @@ def with_random_prices(problem: Problem, draw: random.Random) -> Problem:
         for value in problem.values
     )
     return replace(problem, nodes=nodes, values=values)
+
+
+def recomputing(analysis: Analysis, stage: StagePlan, draw: random.Random) -> StagePlan:
+    """The stage with a random part of its forward nodes recomputed: none, some, or all."""
+    share = draw.choice((0.2, 0.5, 0.8, 1.0))
+    names = [
+        plan.name
+        for plan in stage.nodes
+        if analysis.graph.by_name[plan.name].phase is Phase.FORWARD and draw.random() < share
+    ]
+    return replace(stage, recomputed=tuple(names))

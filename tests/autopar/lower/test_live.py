@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,7 +27,7 @@ from autopar.search.analysis import Analysis, analyse
 from cost_models.cluster import Cluster
 from tests.autopar.capture import models
 from tests.oracles.live import counted_peaks
-from tests.oracles.random_plans import random_stage
+from tests.oracles.random_plans import random_stage, recomputing
 
 Loss = Callable[[Any, Any], Any]
 
@@ -119,6 +120,13 @@ def test_simulated_bytes_are_those_counted_at_every_allocation(subject: Subject,
 def test_simulated_bytes_are_those_counted_under_random_plans(subject: Subject, seed: int) -> None:
     mesh = [Mesh(("a", "b"), (2, 2)), Mesh(("a",), (3,)), Mesh(("a",), (2,))][seed]
     assert_same_bytes(subject, random_stage(subject.analysis, mesh, seed))
+
+
+def test_simulated_bytes_are_those_counted_under_recompute(subject: Subject) -> None:
+    stage = random_stage(subject.analysis, Mesh(("a",), (2,)), seed=3)
+    again = recomputing(subject.analysis, stage, random.Random(3))
+    assert again.recomputed
+    assert_same_bytes(subject, again)
 
 
 @pytest.mark.parametrize("seed", range(200))

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 
 from autopar.capture import capture_step
 from autopar.cost.node import axis_seconds
-from autopar.ir.graph import Phase
 from autopar.ir.sharding import Mesh
-from autopar.plan.records import StagePlan
-from autopar.search.analysis import Analysis, analyse
+from autopar.search.analysis import analyse
 from cost_models.cluster import Cluster
 from tests.oracles.models import MODELS, Built
 from tests.oracles.pipeline import assert_exact, programs_of, variants_of
-from tests.oracles.random_plans import random_stage
+from tests.oracles.random_plans import random_stage, recomputing
 
 MESHES = {
     "one rank": Mesh(("a",), (1,)),
@@ -24,17 +21,6 @@ MESHES = {
     "free": Mesh(("a", "b"), (2, 2)),
     "microbatches": Mesh(("a",), (2,)).with_time(2),
 }
-
-
-def recomputing(analysis: Analysis, stage: StagePlan, draw: random.Random) -> StagePlan:
-    """The stage with a random part of its forward nodes recomputed: none, some, or all."""
-    share = draw.choice((0.2, 0.5, 0.8, 1.0))
-    names = [
-        plan.name
-        for plan in stage.nodes
-        if analysis.graph.by_name[plan.name].phase is Phase.FORWARD and draw.random() < share
-    ]
-    return replace(stage, recomputed=tuple(names))
 
 
 def exact(built: Built, mesh: Mesh, seed: int) -> int:
