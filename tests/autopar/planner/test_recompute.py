@@ -87,7 +87,7 @@ def test_what_a_hint_keeps_is_not_recomputed(captured: tuple[Analysis, Any]) -> 
 
 
 @pytest.mark.parametrize(
-    "hints, words",
+    ("hints", "words"),
     [
         ((hint.recompute("*.mpl"),), "no module that runs in the forward matches; did you mean"),
         ((hint.recompute("*.mlp"), hint.keep("*.h.*")), "one forgets its activations"),
