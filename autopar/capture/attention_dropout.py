@@ -7,15 +7,16 @@ output and the log-sum-exp are saved.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from autopar.capture import attention_kernels as kernels
-from autopar.capture import random_kernels
 from autopar.capture.library import LIBRARY, define, give_shapes, implement
+from autopar.capture.random_kernels import dropout_factors
 
 _RANDOM = "Tensor key, str stream, float p, int[] place=[], int microbatch=0"
 _BACKWARD = (
@@ -30,13 +31,26 @@ define("attention_dropout_backward" + _BACKWARD + ")")
 define("attention_dropout_backward_mask" + _BACKWARD + ", Tensor dmask)")
 
 
-def _factors(
-    q: Tensor, k: Tensor, key: Tensor, stream: str, p: float, place: Sequence[int], microbatch: int
-) -> Tensor:
-    """What each weight is multiplied by."""
-    shape = (*q.shape[:3], k.shape[2])
-    ones = torch.ones(shape, dtype=kernels.lse_dtype(q.dtype), device=q.device)
-    return random_kernels.dropout(ones, key, stream, p, place, microbatch)
+BLOCK_ELEMENTS = 1 << 24
+"""Weights made at once, at least those of one sample."""
+
+
+def _blocks(q: Tensor, k: Tensor, random: Sequence[Any]) -> Iterator[tuple[slice, Tensor]]:
+    """Some samples, and what each of their weights is multiplied by, until all have been."""
+    samples, *sizes = (*q.shape[:3], k.shape[2])
+    each = math.prod(sizes)
+    count = max(1, BLOCK_ELEMENTS // max(each, 1))
+    dtype = kernels.lse_dtype(q.dtype)
+    for first in range(0, samples, count):
+        last = min(first + count, samples)
+        only = (first * each, last * each)
+        factors = dropout_factors(samples * each, only, dtype, q.device, *random)
+        yield slice(first, last), factors.view(last - first, *sizes)
+
+
+def _rows(mask: Tensor | None, samples: slice) -> Tensor | None:
+    """A mask of some samples."""
+    return mask if mask is None or mask.shape[0] == 1 else mask[samples]
 
 
 def _forward(
@@ -52,11 +66,15 @@ def _forward(
     place: Sequence[int] = (),
     microbatch: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    factors = _factors(q, k, key, stream, p, place, microbatch)
-    return kernels.math_forward(q, k, v, mask, causal, scale, factors)
+    out, lse = _fake_forward(q, k, v)
+    for own, factors in _blocks(q, k, (key, stream, p, place, microbatch)):
+        tensors = (q[own], k[own], v[own], _rows(mask, own))
+        out[own], lse[own] = kernels.math_forward(*tensors, causal, scale, factors)
+    return out, lse
 
 
-def _backward_all(
+def _backward_to(
+    dmask: Tensor | None,
     grad_out: Tensor,
     q: Tensor,
     k: Tensor,
@@ -71,19 +89,27 @@ def _backward_all(
     p: float,
     place: Sequence[int] = (),
     microbatch: int = 0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    factors = _factors(q, k, key, stream, p, place, microbatch)
-    return kernels.math_backward(grad_out, q, k, v, mask, out, lse, causal, scale, factors)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v; that of the mask is added to ``dmask``."""
+    dq, dk, dv = _fake_backward(grad_out, q, k, v)
+    for own, factors in _blocks(q, k, (key, stream, p, place, microbatch)):
+        tensors = (grad_out[own], q[own], k[own], v[own], _rows(mask, own), out[own], lse[own])
+        found = kernels.math_backward(*tensors, causal, scale, factors)
+        dq[own], dk[own], dv[own] = found[:3]
+        rows = _rows(dmask, own)
+        if rows is not None:
+            rows.add_(found[3].sum_to_size(rows.shape))
+    return dq, dk, dv
 
 
 def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _backward_all(*args)[:3]
+    return _backward_to(None, *args)
 
 
 def _backward_mask(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dq, dk, dv, dscores = _backward_all(*args)
     mask: Tensor = args[4]
-    return dq, dk, dv, dscores.sum_to_size(mask.shape).to(mask.dtype)
+    dmask = torch.zeros(mask.shape, dtype=args[6].dtype, device=mask.device)
+    return (*_backward_to(dmask, *args), dmask.to(mask.dtype))
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

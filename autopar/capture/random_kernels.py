@@ -58,6 +58,10 @@ class _Rectangle:
     rows: tuple[int, int]
     columns: tuple[int, int]
 
+    @property
+    def size(self) -> int:
+        return (self.rows[1] - self.rows[0]) * (self.columns[1] - self.columns[0])
+
 
 class _Place:
     """The elements of a piece as rows, each of which is one innermost run."""
@@ -67,8 +71,7 @@ class _Place:
         self.start = place[0] + microbatch * place[1] if place else 0
         self.width, self.stride = runs.pop() if runs else (1, 1)
         self.outer = tuple(runs)
-        self.num_rows = math.prod(count for count, _ in runs)
-        assert self.num_rows * self.width == numel, (numel, place)
+        assert math.prod(count for count, _ in runs) * self.width == numel, (numel, place)
 
     def first(self, row: int) -> int:
         """Number of a row's first element."""
@@ -93,14 +96,21 @@ class _Place:
         most = self.first(rectangle.rows[1] - 1) + (rectangle.columns[1] - 1) * self.stride
         return least >> 32 if least >> 32 == most >> 32 else None
 
-    def rectangles(self, chunk: int) -> Iterator[tuple[_Rectangle, int]]:
-        """The piece in parts of about ``chunk`` elements with equal upper bits, in order."""
-        tall, wide = max(1, chunk // max(self.width, 1)), min(self.width, chunk)
-        for row in range(0, self.num_rows, tall):
-            for column in range(0, self.width, max(wide, 1)):
-                rows = (row, min(row + tall, self.num_rows))
-                columns = (column, min(column + wide, self.width))
-                yield from self._even(_Rectangle(rows, columns))
+    def rectangles(self, chunk: int, begin: int, end: int) -> Iterator[tuple[_Rectangle, int]]:
+        """Elements ``begin`` to ``end`` of the piece in order, in parts with equal upper bits.
+
+        A part has at most ``chunk`` elements, and is some whole rows or a part of one.
+        """
+        while begin < end:
+            row, column = divmod(begin, self.width)
+            tall = min(chunk, end - begin) // self.width
+            if column or not tall:
+                stop = min(self.width, column + min(chunk, end - begin))
+                part = _Rectangle((row, row + 1), (column, stop))
+            else:
+                part = _Rectangle((row, row + tall), (0, self.width))
+            yield from self._even(part)
+            begin += part.size
 
     def _even(self, rectangle: _Rectangle) -> Iterator[tuple[_Rectangle, int]]:
         high = self.high(rectangle)
@@ -126,6 +136,7 @@ def words(
     microbatch: int,
     device: torch.device,
     word: int = 0,
+    only: tuple[int, int] | None = None,
 ) -> Iterator[tuple[int, int, Tensor]]:
     """(begin, end, int32 of 32 random bits for each of these elements), part by part.
 
@@ -139,22 +150,23 @@ def words(
         microbatch: Number of the microbatch that runs.
         device: Where to draw.
         word: Which of the words of an element, where one is not enough.
+        only: First and last but one of the elements to draw; None for all of the piece.
     """
-    if numel == 0:
+    begin, end = only or (0, numel)
+    if begin == end:
         return
     seed, step = key.tolist()
     on_cpu = device.type == "cpu"
-    chunk = min(numel, CPU_CHUNK * torch.get_num_threads() if on_cpu else GPU_CHUNK)
+    chunk = min(end - begin, CPU_CHUNK * torch.get_num_threads() if on_cpu else GPU_CHUNK)
     where = _Place(numel, place, microbatch)
     column = torch.arange(min(where.width, chunk), dtype=torch.int32, device=device)
     if where.stride != 1:
         column *= _signed(where.stride)
     both = torch.empty(2, chunk, dtype=torch.int32, device=device)
-    for part, high in where.rectangles(chunk):
+    for part, high in where.rectangles(chunk, begin, end):
         (top, bottom), (left, right) = part.rows, part.columns
         width = right - left
-        size = (bottom - top) * width
-        mixed, shifted = both[0, :size], both[1, :size]
+        mixed, shifted = both[0, : part.size], both[1, : part.size]
         keys = _words_of(seed, step, stream, word, high)
         if bottom - top == 1:
             first = where.first(top) + left * where.stride + keys[0]
@@ -163,8 +175,8 @@ def words(
             firsts = where.firsts(top, bottom, device).add_(keys[0])
             torch.add(column[:width], firsts, out=mixed.view(bottom - top, width))
         _mix(mixed, shifted, keys[1:])
-        begin = top * where.width + left
-        yield begin, begin + size, mixed
+        at = top * where.width + left
+        yield at, at + part.size, mixed
 
 
 def _mix(value: Tensor, spare: Tensor, keys: Sequence[int]) -> None:
@@ -194,7 +206,7 @@ def dropout(
     """Each element times ``1 / (1 - p)``, or zero with probability p."""
     given = value.contiguous().view(-1)
     out = torch.empty_like(given)
-    limit = kept_below(p)
+    limit = _kept_below(p)
     zero = torch.zeros((), dtype=value.dtype, device=value.device)
     scale = 1.0 / (1.0 - p) if p < 1.0 else 0.0
     for begin, end, bits in words(key, stream, given.numel(), place, microbatch, given.device):
@@ -203,7 +215,27 @@ def dropout(
     return out.view(value.shape)
 
 
-def kept_below(p: float) -> int:
+def dropout_factors(
+    numel: int,
+    only: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    key: Tensor,
+    stream: str,
+    p: float,
+    place: Sequence[int],
+    microbatch: int,
+) -> Tensor:
+    """What a dropout multiplies elements ``only`` of a piece by: 0 or ``1 / (1 - p)``."""
+    out = torch.empty(only[1] - only[0], dtype=dtype, device=device)
+    limit, scale = _kept_below(p), 1.0 / (1.0 - p) if p < 1.0 else 0.0
+    for begin, end, bits in words(key, stream, numel, place, microbatch, device, only=only):
+        own = out[begin - only[0] : end - only[0]]
+        own.copy_(bits < limit).mul_(scale)
+    return out
+
+
+def _kept_below(p: float) -> int:
     """Words below this are kept by a dropout of probability p; at p = 0 that is all but one."""
     return min(round((1.0 - p) * 2.0**32) - (1 << 31), (1 << 31) - 1)
 
@@ -358,12 +390,20 @@ def normal_quantile(p: Tensor) -> Tensor:
         Wichura, Algorithm AS 241, Appl. Statist. 37(3), 1988.
     """
     away = p - 0.5
-    centre = away * _ratio(_CENTRE, 0.180625 - away * away)
-    small = torch.where(away < 0, p, 1.0 - p)
-    far = (-_log(small)).sqrt_()
-    outside = torch.where(far <= 5.0, _ratio(_SHOULDER, far - 1.6), _ratio(_TAIL, far - 5.0))
-    outside = torch.where(away < 0, -outside, outside)
-    return torch.where(away.abs() <= 0.425, centre, outside)
+    found = away * _ratio(_CENTRE, 0.180625 - away * away)
+    outside = away.abs() > 0.425
+    found[outside] = _outer_quantile(p[outside])
+    return found
+
+
+def _outer_quantile(p: Tensor) -> Tensor:
+    """Quantiles of probabilities near 0 and 1."""
+    low = p < 0.5
+    far = (-_log(torch.where(low, p, 1.0 - p))).sqrt_()
+    found = _ratio(_SHOULDER, far - 1.6)
+    beyond = far > 5.0
+    found[beyond] = _ratio(_TAIL, far[beyond] - 5.0)
+    return torch.where(low, -found, found)
 
 
 def _ratio(coefficients: tuple[Sequence[float], Sequence[float]], x: Tensor) -> Tensor:

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from autopar.capture import capture_step
+from autopar.capture import attention_dropout, capture_step
 from autopar.capture.keyed import keyed
+from autopar.capture.random import make_key
 from autopar.errors import CaptureError, UnsupportedError
 from autopar.ir.graph import STREAM, Const, Graph
 from autopar.ir.text import graph_text, parse_graph
@@ -159,3 +160,23 @@ def test_other_random_ops_are_refused_by_name(name: str) -> None:
 def test_a_branch_on_a_random_number_is_refused() -> None:
     with pytest.raises(CaptureError, match="turns a tensor into a Python value"):
         equal(lambda h: h if torch.rand([]) < 0.5 else -h)
+
+
+@pytest.mark.parametrize("block", [1, 100])
+def test_the_size_of_blocks_of_attention_does_not_matter(
+    block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = torch.Generator().manual_seed(1)
+    q = torch.randn(3, 4, 5, 2, dtype=torch.float64, generator=draw)
+    k, v = torch.randn(2, 3, 2, 6, 2, dtype=torch.float64, generator=draw)
+    random = (make_key(1, 2), "a", 0.4)
+    for samples in (1, 3):
+        mask = torch.randn(samples, 1, 5, 6, dtype=torch.float64, generator=draw)
+        found = []
+        for size in (attention_dropout.BLOCK_ELEMENTS, block):
+            monkeypatch.setattr(attention_dropout, "BLOCK_ELEMENTS", size)
+            made = torch.ops.autopar.attention_dropout(q, k, v, mask, False, 0.5, *random)
+            args = (q, q, k, v, mask, *made, False, 0.5, *random)
+            found.append((*made, *torch.ops.autopar.attention_dropout_backward_mask(*args)))
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)

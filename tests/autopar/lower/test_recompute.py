@@ -11,7 +11,7 @@ from autopar.cost.node import axis_seconds
 from autopar.ir.sharding import Mesh
 from autopar.search.analysis import analyse
 from cost_models.cluster import Cluster
-from tests.oracles.models import MODELS, Built
+from tests.oracles.models import DRAWING, MODELS, Built
 from tests.oracles.pipeline import assert_exact, programs_of, variants_of
 from tests.oracles.random_plans import random_stage, recomputing
 
@@ -50,9 +50,14 @@ def test_random_recompute_is_exact(name: str, mesh: str) -> None:
     assert added > 0
 
 
+@pytest.mark.parametrize("mesh", ["free", "microbatches"])
+def test_what_is_drawn_again_is_the_same(mesh: str) -> None:
+    assert exact(DRAWING["drawing"](), MESHES[mesh], seed=0) > 0
+
+
 @pytest.mark.large
 @pytest.mark.parametrize("seed", range(1, 8))
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", MODELS | DRAWING)
 def test_more_random_recompute_is_exact(name: str, mesh: str, seed: int) -> None:
-    exact(MODELS[name](), MESHES[mesh], seed)
+    exact((MODELS | DRAWING)[name](), MESHES[mesh], seed)

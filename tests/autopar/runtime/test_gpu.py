@@ -45,3 +45,20 @@ def test_handmade_programs_run_on_cuda() -> None:
     devices = min(2, torch.cuda.device_count())
     ended = run_torchrun(STEPS, world_size=devices, timeout_s=300)
     assert ended.stdout.count("ENDED") == devices, ended.stderr
+
+
+@pytest.mark.gpu
+def test_the_same_is_drawn_on_cuda_as_on_the_cpu() -> None:
+    import torch
+
+    from autopar.capture import random_kernels as kernels
+    from autopar.capture.random import make_key
+
+    key, there = make_key(3, 1), torch.device("cuda")
+    value, place = torch.randn(40, 1000), [500, 0, 40, 2000, 1000, 1]
+    here = torch.ops.autopar.dropout(value, key, "a", 0.3, place)
+    assert torch.equal(torch.ops.autopar.dropout(value.cuda(), key, "a", 0.3, place).cpu(), here)
+    for dtype in (torch.float32, torch.float64):
+        for draw in (kernels.uniform, kernels.normal):
+            found = [draw(key, "a", (5000,), dtype, d).cpu() for d in (torch.device("cpu"), there)]
+            assert torch.equal(*found)
