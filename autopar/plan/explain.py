@@ -23,6 +23,7 @@ from autopar.plan.text import (
     mesh_text,
     op_of,
     place_text,
+    recompute_table,
     render,
     section,
     table,
@@ -73,6 +74,9 @@ def explain_view(plan: Plan, module: str = "") -> RenderableType:
             if rows:
                 parts.append(section(title, [_filled(columns, rows)]))
                 cells += [cell for row in rows for cell in row.meaning[1:]]
+        again = recompute_table(plan, stage, roots)
+        if again.row_count:
+            parts.append(section("recomputed in the backward", [again]))
     parts += [legend(cells), *_communication(plan, roots)]
     return Group(*parts)
 

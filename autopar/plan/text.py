@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich.columns import Columns
@@ -179,6 +180,30 @@ def _stage(plan: Plan, stage: StagePlan, number: int) -> Iterator[RenderableType
         add_grouped(made, values)
         yield section(f"values{title}", [made])
     yield legend(cell for one in parameters + values for cell in one.meaning[1:])
+    if stage.recomputed:
+        yield section(f"recomputed in the backward{title}", [recompute_table(plan, stage)])
+
+
+def recompute_table(plan: Plan, stage: StagePlan, roots: Sequence[str] = ()) -> Table:
+    """What runs again, by module: ``mul x3, silu``."""
+    made = table("module", "ops that run again")
+    add_grouped(made, fold_names(recomputed_ops(plan, stage, roots).items()))
+    return made
+
+
+def recomputed_ops(
+    plan: Plan, stage: StagePlan, roots: Sequence[str] = ()
+) -> Mapping[str, tuple[str]]:
+    """Module to the ops in it that run again, of modules below one of the roots."""
+    ops: dict[str, list[str]] = {}
+    for name in stage.recomputed:
+        module = plan.modules.get(name, "") or "(model)"
+        if not roots or any(module == r or module.startswith(f"{r}.") for r in roots):
+            ops.setdefault(module, []).append(op_of(name))
+    return {
+        module: (", ".join(f"{op} x{n}" if n > 1 else op for op, n in Counter(names).items()),)
+        for module, names in ops.items()
+    }
 
 
 def place_text(plan: Plan, number: int) -> str:

@@ -15,6 +15,7 @@ from autopar.plan.text import (
     mesh_text,
     parameter_cells,
     pipeline_text,
+    recomputed_ops,
     render,
     section,
     table,
@@ -42,11 +43,12 @@ def diff_view(a: Plan, b: Plan, names: Names = ("a", "b")) -> RenderableType | N
             add_row(made, *row)
         if made.row_count:
             parts.append(section(title, [made]))
-    for title, left, right in (
-        ("parameters: stored, used", _parameters(a), _parameters(b)),
-        ("nodes: outputs", _nodes(a), _nodes(b)),
+    for title, left, right, without in (
+        ("parameters: stored, used", _parameters(a), _parameters(b), "absent"),
+        ("nodes: outputs", _nodes(a), _nodes(b), "absent"),
+        ("recomputed in the backward", _recomputed(a), _recomputed(b), "nothing"),
     ):
-        changed = fold_names(_changes(left, right))
+        changed = fold_names(_changes(left, right, without))
         if changed:
             made = table("name", *names)
             add_grouped(made, changed)
@@ -117,8 +119,18 @@ def _nodes(plan: Plan) -> Mapping[str, str]:
     }
 
 
-def _changes(a: Mapping[str, str], b: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _recomputed(plan: Plan) -> Mapping[str, str]:
+    return {
+        module: ops
+        for stage in plan.stages
+        for module, (ops,) in recomputed_ops(plan, stage).items()
+    }
+
+
+def _changes(
+    a: Mapping[str, str], b: Mapping[str, str], without: str
+) -> Iterator[tuple[str, tuple[str, ...]]]:
     for name in dict.fromkeys([*a, *b]):
-        left, right = a.get(name, "absent"), b.get(name, "absent")
+        left, right = a.get(name, without), b.get(name, without)
         if left != right:
             yield name, (left, right)

@@ -20,6 +20,7 @@ from autopar.plan.wording import (
     seconds_text,
     sharding_text,
 )
+from autopar.report.diff import diff
 from tests.autopar.plan.samples import llama
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -32,6 +33,20 @@ def test_the_text_is_as_it_was(name: str) -> None:
     text = str(plan) if name == "plan" else plan.explain(name)
     assert text + "\n" == (GOLDEN / f"llama_{name}.txt").read_text()
     assert max(map(len, text.splitlines())) <= 100
+
+
+def test_what_is_recomputed_is_told_by_module() -> None:
+    plan = llama(4)
+    made = {plan.modules.get(node.name, ""): node.name for node in reversed(plan.stage.nodes)}
+    names = tuple(name for module, name in made.items() if module.endswith("mlp.up_proj"))
+    op = op_of(names[0])
+    again = replace(plan, stages=(replace(plan.stage, recomputed=names),))
+    assert "recomputed in the backward" not in str(plan)
+    for text in (str(again), again.explain("layers.2"), diff(plan, again)):
+        assert "recomputed in the backward" in text
+    assert "recomputed in the backward" not in again.explain("layers.2.self_attn")
+    (line,) = [row for row in str(again).split("recomputed")[1].splitlines() if "up_proj" in row]
+    assert line.split() == ["mlp.up_proj", op]
 
 
 def test_depth_does_not_lengthen_the_tables() -> None:
