@@ -11,6 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from autopar.ir.graph import Phase, Ref, TensorType
 from autopar.lower.program import ALL_REDUCE, COLLECTIVES, WAIT, Program
 from autopar.lower.strides import Strides, dense, result_strides, view_strides
@@ -104,35 +107,42 @@ class _Walk:
                 self.strides[Ref(instruction.name, index)] = found
 
 
-def live_bytes(program: Program, memory: Storages) -> list[int]:
-    """Bytes live while each instruction runs, without what enters the program."""
-    changes = [0] * (len(program.instructions) + 2)
-    for ref, size in memory.num_bytes.items():
-        changes[memory.made[ref]] += size
-        changes[memory.last[ref] + 1] -= size
-    found, now = [], 0
-    for at in range(len(program.instructions)):
-        now += changes[at]
-        found.append(now)
-    return found
+def byte_changes(program: Program, memory: Storages) -> NDArray[np.int64]:
+    """Bytes that each instruction makes, and that are released behind it.
 
-
-def kinds_at(program: Program, memory: Storages, at: int) -> tuple[int, int]:
-    """Bytes live at an instruction that the forward saved, and those of finished gradients."""
+    Shape [instructions, 2, 3]: made and released; all storages, those made in the forward for the
+    backward, and finished gradients.
+    """
+    count = len(program.instructions)
     finished = {memory.owner[ref] for ref in program.gradients.values()}
-    saved = gradients = 0
-    for ref, size in memory.num_bytes.items():
-        made, last = memory.made[ref], memory.last[ref]
-        if not made <= at <= last:
-            continue
-        if ref in finished:
-            gradients += size
-        elif program.instructions[made].phase is Phase.FORWARD and _read_late(program, last, made):
-            saved += size
-    return saved, gradients
+    late = [i.phase is Phase.BACKWARD for i in program.instructions]
+    late.append(True)
+    found = np.zeros((count + 1, 2, 3), dtype=np.int64)
+    sizes = np.fromiter(memory.num_bytes.values(), dtype=np.int64)
+    made = [memory.made[ref] for ref in memory.num_bytes]
+    last = [memory.last[ref] for ref in memory.num_bytes]
+    kinds = [
+        2 if ref in finished else int(late[until] and not late[since])
+        for ref, since, until in zip(memory.num_bytes, made, last, strict=True)
+    ]
+    for at, places in enumerate((made, last)):
+        np.add.at(found[:, at, 0], places, sizes)
+        own = np.where(np.asarray(kinds) > 0, sizes, 0)
+        np.add.at(found[:, at], (places, kinds), own)
+    return found[:count]
 
 
-def _read_late(program: Program, last: int, made: int) -> bool:
-    if last >= len(program.instructions):
-        return True
-    return program.instructions[last].phase is Phase.BACKWARD and made < last
+def live_bytes(changes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Bytes live while each instruction runs, without what enters the program.
+
+    Args:
+        changes: As of `byte_changes`, in the order in which instructions run.
+
+    Returns:
+        Shape [instructions, 3]: the kinds of `byte_changes`.
+    """
+    total = changes.cumsum(axis=0)
+    released = np.roll(total[:, 1], 1, axis=0)
+    released[:1] = 0
+    live: NDArray[np.int64] = total[:, 0] - released
+    return live

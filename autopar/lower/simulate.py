@@ -13,13 +13,18 @@ with every second of the compute stream in one of the four.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from autopar.cost.kernel import KernelSeconds, is_causal, kernel_seconds
 from autopar.cost.reshard import CollectiveSeconds
 from autopar.ir.graph import Phase, Ref, TensorType
-from autopar.lower.live import Storages, kinds_at, live_bytes, storages
+from autopar.lower.live import Storages, byte_changes, live_bytes, storages
 from autopar.lower.program import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -30,6 +35,7 @@ from autopar.lower.program import (
     Instruction,
     Program,
 )
+from autopar.lower.stretch import ONCE, Repeats, Turns, in_turn, stretched, weights
 from cost_models.cluster import Device
 from cost_models.overlap import Slowdown, compute_collective
 
@@ -96,7 +102,7 @@ class Simulation:
         host_s: Compute idle because the host has not issued the next op yet.
         num_launched: Kernels and collectives issued.
         peak_bytes: Most bytes live at once, without what enters the program.
-        peak_at: Index of the instruction at the peak.
+        peak_at: Turn of the instruction at the peak.
         saved_bytes: At the peak, bytes made in the forward that the backward reads.
         gradient_bytes: At the peak, bytes of finished gradients.
         input_bytes: Bytes that enter, by kind.
@@ -119,37 +125,43 @@ class Simulation:
     collectives: tuple[CollectiveUse, ...]
 
 
-def simulate(program: Program, cost: Prices) -> Simulation:
+def simulate(program: Program, cost: Prices, repeats: Repeats = ONCE) -> Simulation:
     """Seconds and live bytes of a program.
 
     Args:
         program: What one rank runs.
         cost: What its parts take.
+        repeats: Copies of blocks that the program lacks and that are simulated all the same.
+
+    Raises:
+        NotPeriodicError: The copies that are there are not alike.
     """
     memory = storages(program)
-    clock = _Clock(program, cost, memory)
-    forward_s: float | None = None
-    for instruction in program.instructions:
-        if forward_s is None and instruction.phase is Phase.BACKWARD:
-            forward_s = clock.now
-        clock.run(instruction)
-    clock.drain()
-    live = live_bytes(program, memory)
-    peak_at = max(range(len(live)), key=live.__getitem__, default=0)
-    saved, gradients = kinds_at(program, memory, peak_at)
+    changes = byte_changes(program, memory)
+    steps = _steps(program, cost, memory)
+    turns = in_turn([step.start for step in steps])
+    if repeats.more:
+        signs = [(step.sign, made) for step, made in zip(steps, _rows(changes), strict=True)]
+        origins = [i.origin for i in program.instructions]
+        turns = stretched(origins, signs, [step.start for step in steps], repeats)
+    clock = _Clock(cost)
+    forward_s = clock.run(steps, turns)
+    live = live_bytes(changes[turns.order])
+    peak_at = int(np.argmax(live[:, 0])) if len(live) else 0
+    peak, saved, gradients = live[peak_at].tolist() if len(live) else (0, 0, 0)
     entered: Counter[str] = Counter()
-    for item in program.inputs:
-        entered[item.kind] += item.local_type.num_bytes
+    for item, often in weights(program, repeats):
+        entered[item.kind] += often * item.local_type.num_bytes
     return Simulation(
         seconds=clock.now,
-        forward_s=clock.now if forward_s is None else forward_s,
+        forward_s=forward_s,
         compute_s=clock.compute_s,
         communication_s=clock.communication_s,
         exposed_s=clock.exposed_s,
         slowed_s=clock.slowed_s,
         host_s=clock.host_s,
         num_launched=clock.num_launched,
-        peak_bytes=live[peak_at] if live else 0,
+        peak_bytes=peak,
         peak_at=peak_at,
         saved_bytes=saved,
         gradient_bytes=gradients,
@@ -158,47 +170,126 @@ def simulate(program: Program, cost: Prices) -> Simulation:
     )
 
 
+def _rows(changes: NDArray[np.int64]) -> list[tuple[int, ...]]:
+    return list(map(tuple, changes.reshape(len(changes), 6).tolist()))
+
+
+class _Do(Enum):
+    """What an instruction means to the clocks."""
+
+    VIEW = auto()
+    KERNEL = auto()
+    START = auto()
+    WAIT = auto()
+
+
+class _Step(NamedTuple):
+    """An instruction as the clocks see it.
+
+    Attributes:
+        do: What it means.
+        phase: Forward or backward.
+        seconds: Of the kernel or the collective, alone on the device.
+        axis: Of the collective.
+        use: Kind, axis and purpose of the collective.
+        num_bytes: Of the full tensor of the collective.
+        start: Index of the instruction; of a wait, that of what it waits for.
+    """
+
+    do: _Do
+    phase: Phase
+    seconds: float
+    axis: int
+    use: tuple[str, int, str]
+    num_bytes: int
+    start: int
+
+    @property
+    def sign(self) -> Hashable:
+        """What is the same in every copy of a block."""
+        return self.do, self.phase, self.seconds, self.use, self.num_bytes
+
+
+_NO_USE = ("", 0, "")
+
+
+def _steps(program: Program, cost: Prices, memory: Storages) -> list[_Step]:
+    types: dict[Ref, TensorType] = {Ref(i.name): i.local_type for i in program.inputs}
+    place: dict[str, int] = {}
+    found = []
+    for at, instruction in enumerate(program.instructions):
+        place[instruction.name] = at
+        for index, kind in enumerate(instruction.outputs):
+            types[Ref(instruction.name, index)] = kind
+        do, seconds, axis, use, num_bytes, start = _Do.VIEW, 0.0, 0, _NO_USE, 0, at
+        if instruction.op == WAIT:
+            do, start = _Do.WAIT, place[instruction.operands[0].node]
+        elif instruction.op in COLLECTIVES:
+            do, axis = _Do.START, _axis(instruction)
+            size = types[instruction.operands[0]].num_bytes
+            num_bytes = max(size, instruction.outputs[0].num_bytes)
+            use = (_KINDS[instruction.op], axis, instruction.purpose)
+            seconds = cost.collective_s(use[0], num_bytes, axis)
+        elif not instruction.view or instruction.name in memory.copies:
+            do = _Do.KERNEL
+            seconds = cost.kernel_s(
+                instruction.op,
+                tuple(types[ref] for ref in instruction.operands),
+                instruction.outputs,
+                is_causal(instruction.op, instruction.args),
+                instruction.flops,
+            )
+        found.append(_Step(do, instruction.phase, seconds, axis, use, num_bytes, start))
+    return found
+
+
+def _axis(instruction: Instruction) -> int:
+    axis = instruction.args[1]
+    assert isinstance(axis, int)
+    return axis
+
+
 @dataclass(slots=True)
 class _Running:
-    """A collective that was issued: its result and the seconds of it that are left."""
+    """A collective that was issued: the number of its turn and the seconds of it that are left."""
 
-    ref: Ref
+    pair: int
     left_s: float
 
 
 class _Clock:
     """Runs instructions on the clocks."""
 
-    def __init__(self, program: Program, cost: Prices, memory: Storages) -> None:
-        self.types: dict[Ref, TensorType] = {Ref(i.name): i.local_type for i in program.inputs}
+    def __init__(self, cost: Prices) -> None:
         self.cost = cost
-        self.copies = memory.copies
         self.now = self.issued_s = 0.0
         self.compute_s = self.communication_s = 0.0
         self.exposed_s = self.slowed_s = self.host_s = 0.0
         self.num_launched = 0
         self._queues: dict[int, deque[_Running]] = {}
-        self._pending: dict[Ref, int] = {}
+        self._pending: dict[int, int] = {}
         self._uses: dict[tuple[str, int, str], list[float]] = {}
 
-    def run(self, instruction: Instruction) -> None:
-        for index, kind in enumerate(instruction.outputs):
-            self.types[Ref(instruction.name, index)] = kind
-        if instruction.op == WAIT:
-            self._wait(instruction.operands[0])
-        elif instruction.op in COLLECTIVES:
-            self._issue()
-            self._start(instruction)
-        elif not instruction.view or instruction.name in self.copies:
-            self._issue()
-            self._compute(instruction)
-        else:
-            self.issued_s += self.cost.host_view_s
-
-    def drain(self) -> None:
-        """Let every collective end."""
-        for ref in list(self._pending):
-            self._wait(ref)
+    def run(self, steps: Sequence[_Step], turns: Turns) -> float:
+        """Run every turn and let every collective end; seconds until the backward starts."""
+        forward_s: float | None = None
+        for at, pair in zip(turns.order.tolist(), turns.pair.tolist(), strict=True):
+            step = steps[at]
+            if forward_s is None and step.phase is Phase.BACKWARD:
+                forward_s = self.now
+            if step.do is _Do.KERNEL:
+                self._issue()
+                self._compute(step.seconds)
+            elif step.do is _Do.START:
+                self._issue()
+                self._start(step, pair)
+            elif step.do is _Do.WAIT:
+                self._wait(pair)
+            else:
+                self.issued_s += self.cost.host_view_s
+        for pair in list(self._pending):
+            self._wait(pair)
+        return self.now if forward_s is None else forward_s
 
     def _issue(self) -> None:
         """The host issues an op; the device idles until it has, collectives go on."""
@@ -209,14 +300,7 @@ class _Clock:
             self.host_s += late
             self._pass(late)
 
-    def _compute(self, instruction: Instruction) -> None:
-        seconds = self.cost.kernel_s(
-            instruction.op,
-            tuple(self.types[ref] for ref in instruction.operands),
-            instruction.outputs,
-            is_causal(instruction.op, instruction.args),
-            instruction.flops,
-        )
+    def _compute(self, seconds: float) -> None:
         self.compute_s += seconds
         slow = self.cost.slowdown
         left = seconds
@@ -231,26 +315,19 @@ class _Clock:
                 left = 0.0
         self.now += left
 
-    def _start(self, instruction: Instruction) -> None:
-        axis = instruction.args[1]
-        assert isinstance(axis, int)
-        size = self.types[instruction.operands[0]].num_bytes
-        full = max(size, instruction.outputs[0].num_bytes)
-        kind = _KINDS[instruction.op]
-        seconds = self.cost.collective_s(kind, full, axis)
-        self.communication_s += seconds
-        use = self._uses.setdefault((kind, axis, instruction.purpose), [0, 0, 0.0])
+    def _start(self, step: _Step, pair: int) -> None:
+        self.communication_s += step.seconds
+        use = self._uses.setdefault(step.use, [0, 0, 0.0])
         use[0] += 1
-        use[1] += full
-        use[2] += seconds
-        if seconds > 0:
-            ref = Ref(instruction.name)
-            self._queues.setdefault(axis, deque()).append(_Running(ref, seconds))
-            self._pending[ref] = axis
+        use[1] += step.num_bytes
+        use[2] += step.seconds
+        if step.seconds > 0:
+            self._queues.setdefault(step.axis, deque()).append(_Running(pair, step.seconds))
+            self._pending[pair] = step.axis
 
-    def _wait(self, ref: Ref) -> None:
-        while ref in self._pending:
-            queue = self._queues[self._pending[ref]]
+    def _wait(self, pair: int) -> None:
+        while pair in self._pending:
+            queue = self._queues[self._pending[pair]]
             step = queue[0].left_s
             self.exposed_s += step
             self._pass(step)
@@ -266,7 +343,7 @@ class _Clock:
             left = seconds
             while queue and left >= queue[0].left_s - 1e-15:
                 left -= queue[0].left_s
-                del self._pending[queue.popleft().ref]
+                del self._pending[queue.popleft().pair]
             if queue and left > 0:
                 queue[0].left_s -= left
 

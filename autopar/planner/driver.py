@@ -22,6 +22,7 @@ from autopar.lower.program import LOOP, Program
 from autopar.lower.ranks import distinct_coordinates
 from autopar.lower.simulate import CollectiveUse, Prices, Simulation, prices, simulate
 from autopar.lower.spmd import lower
+from autopar.lower.stretch import ONCE, NotPeriodicError, Repeats, weights
 from autopar.lower.unroll import in_order, unroll
 from autopar.plan.records import (
     CollectivePlan,
@@ -34,6 +35,7 @@ from autopar.plan.wording import bytes_text
 from autopar.planner.cuts import least_starts
 from autopar.planner.hints import Settled, settle
 from autopar.planner.pipeline import Layout, StageResult, cut, evaluate_pipeline
+from autopar.planner.shorten import Short, shorten
 from autopar.search.analysis import Analysis
 from autopar.search.build import (
     Built,
@@ -380,19 +382,32 @@ def evaluate(
     stage = decode(built, analysis, solution)
     device = request.cluster.device(0)
     priced = prices(device, cost.collective_s)
-    found: list[tuple[Simulation, Memory, float]] = []
-    for coordinates in distinct_coordinates(analysis.graph, stage):
-        program = overlap(
-            lower(analysis.graph, analysis.rules, stage, coordinates, cost.collective_s)
-        )
-        simulation = simulate_loop(program, priced)
-        memory = predicted_memory(program, simulation, request.state_bytes_per_element)
-        moved = 2 * (memory.parameters_bytes + memory.optimizer_bytes) + _gradient_bytes(program)
-        found.append((simulation, memory, moved / update_bytes_per_s(device)))
+    per_element = request.state_bytes_per_element
+    short = shorten(analysis, (stage,))
+    try:
+        found = _every_rank(analysis, cost, priced, short, per_element)
+    except NotPeriodicError:
+        found = _every_rank(analysis, cost, priced, Short(analysis.graph, (stage,)), per_element)
     slowest, _, update_s = max(found, key=lambda item: item[0].seconds + item[2])
     fullest = max((memory for _, memory, _ in found), key=lambda memory: memory.total_bytes)
     alone = Pipeline((stage,), ())
     return Candidate(built.mesh, built, solution, alone, "1f1b", slowest, fullest, update_s)
+
+
+def _every_rank(
+    analysis: Analysis, cost: NodeCost, priced: Prices, short: Short, per_element: float
+) -> list[tuple[Simulation, Memory, float]]:
+    """What a step takes on every distinct rank: the simulation, the memory, the update."""
+    found = []
+    (stage,) = short.stages
+    for coordinates in distinct_coordinates(short.graph, stage):
+        program = overlap(lower(short.graph, analysis.rules, stage, coordinates, cost.collective_s))
+        simulation = simulate_loop(program, priced, short.repeats)
+        memory = predicted_memory(program, simulation, per_element, short.repeats)
+        moved = 2 * (memory.parameters_bytes + memory.optimizer_bytes)
+        moved += gradient_bytes(program, short.repeats)
+        found.append((simulation, memory, moved / update_bytes_per_s(cost.device)))
+    return found
 
 
 def _evaluate_stages(
@@ -413,7 +428,7 @@ def _evaluate_stages(
     for stage in result.stages:
         memory = predicted_memory(stage.program, stage.peak, request.state_bytes_per_element)
         moved = 2 * (memory.parameters_bytes + memory.optimizer_bytes)
-        moved += _gradient_bytes(stage.program)
+        moved += gradient_bytes(stage.program)
         memories.append(memory)
         updates.append(moved / update_bytes_per_s(device))
     fullest = max(memories, key=lambda memory: memory.total_bytes)
@@ -469,15 +484,15 @@ def _whole_step(stage: StageResult, microbatches: int) -> Simulation:
     )
 
 
-def simulate_loop(program: Program, priced: Prices) -> Simulation:
+def simulate_loop(program: Program, priced: Prices, repeats: Repeats = ONCE) -> Simulation:
     """What a program of any number of microbatches takes.
 
     Two microbatches are written out: the second holds all that a later one holds, and what it adds
     to the seconds is what each of the others adds.
     """
     if program.microbatches == 1:
-        return simulate(program, priced)
-    once, twice = (simulate(unroll(program, in_order(times)), priced) for times in (1, 2))
+        return simulate(program, priced, repeats)
+    once, twice = (simulate(unroll(program, in_order(times)), priced, repeats) for times in (1, 2))
     more = program.microbatches - 2
 
     def total(name: str) -> float:
@@ -511,17 +526,20 @@ def simulate_loop(program: Program, priced: Prices) -> Simulation:
 
 
 def predicted_memory(
-    program: Program, simulation: Simulation, state_bytes_per_element: float
+    program: Program,
+    simulation: Simulation,
+    state_bytes_per_element: float,
+    repeats: Repeats = ONCE,
 ) -> Memory:
     """Bytes by kind at the peak: of the step, or of the update if that holds more."""
     entered = simulation.input_bytes
     held = sum(
-        item.local_type.num_elements
-        for item in program.inputs
+        often * item.local_type.num_elements
+        for item, often in weights(program, repeats)
         if item.kind == "parameter" and item.target in program.gradients
     )
     optimizer = int(held * state_bytes_per_element)
-    gradients = _gradient_bytes(program)
+    gradients = gradient_bytes(program, repeats)
     saved, finished = simulation.saved_bytes, simulation.gradient_bytes
     transient = simulation.peak_bytes - saved - finished
     if gradients > simulation.peak_bytes:
@@ -537,9 +555,13 @@ def predicted_memory(
     )
 
 
-def _gradient_bytes(program: Program) -> int:
-    types = {item.target: item.local_type for item in program.inputs if item.kind == "parameter"}
-    return sum(types[name].num_bytes for name in program.gradients)
+def gradient_bytes(program: Program, repeats: Repeats = ONCE) -> int:
+    """Bytes of all gradients on one rank."""
+    return sum(
+        often * item.local_type.num_bytes
+        for item, often in weights(program, repeats)
+        if item.kind == "parameter" and item.target in program.gradients
+    )
 
 
 def _nothing_fits(

@@ -14,6 +14,7 @@ from autopar.ir.graph import INPUT, PARAMETER, SOURCE_OPS, Graph, Node, Ref, Ten
 from autopar.rules.notation import Rule, RuleMaker
 from autopar.rules.strategies import cut_sets, trace_factor
 from autopar.rules.table import rule_for
+from autopar.search.copies import Copies, find_copies
 from autopar.search.fold import Folding, fold, signature
 
 Pieces = Mapping[str, Mapping[str, frozenset[tuple[int, int]]]]
@@ -29,6 +30,7 @@ class Analysis:
         rules: Rule of every node that is not a source.
         aliases: Every view resolved to its root.
         folding: Classes of repeated nodes.
+        copies: Their blocks, copy by copy.
         cuts: Where factors may be cut.
         batch: Pieces that come from the batch dim of the inputs.
         sequence: Pieces that come from the sequence dim of the inputs.
@@ -44,6 +46,7 @@ class Analysis:
     rules: Mapping[str, Rule]
     aliases: Mapping[Ref, Alias]
     folding: Folding
+    copies: Copies
     cuts: Pieces
     batch: Pieces
     sequence: Pieces
@@ -78,12 +81,14 @@ def analyse(
     aliases = resolve_aliases(graph, lambda n: n.op not in SOURCE_OPS and rules[n.name].alias)
     batch = trace_factor(graph, rules, _starts(graph, 0))
     data = _without(graph, lambda node: node.op == PARAMETER)
+    folding = fold(graph, aliases, enabled=folded)
     looped = frozenset(name for name, pieces in batch.items() if pieces and name not in data)
     return Analysis(
         graph=graph,
         rules=rules,
         aliases=aliases,
-        folding=fold(graph, aliases, enabled=folded),
+        folding=folding,
+        copies=find_copies(graph, aliases, folding),
         cuts=cut_sets(graph, rules),
         batch=batch,
         sequence=trace_factor(graph, rules, _starts(graph, 1)),

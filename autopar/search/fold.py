@@ -9,7 +9,7 @@ its copies are one class. Any partition into classes of equal signatures is a co
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,10 +28,13 @@ class Folding:
     Attributes:
         classes: Members of each class by name, in graph order; the first represents it.
         of: Class of every node that is not a view.
+        run_of: Run of every class that is a place of a repeated block: the n-th members of its
+            classes are copy n.
     """
 
     classes: tuple[tuple[str, ...], ...]
     of: Mapping[str, int]
+    run_of: Mapping[int, int] = field(default_factory=dict)
 
 
 def fold(graph: Graph, aliases: Mapping[Ref, Alias], *, enabled: bool = True) -> Folding:
@@ -53,7 +56,8 @@ def fold(graph: Graph, aliases: Mapping[Ref, Alias], *, enabled: bool = True) ->
         dtype=np.int64,
     )
     groups = list(range(len(nodes)))
-    _fold_runs(signs, 0, len(nodes), groups)
+    starts: dict[int, int] = {}
+    _fold_runs(signs, 0, len(nodes), groups, starts)
     keys: dict[str, Hashable] = {n.name: g for n, g in zip(nodes, groups, strict=True)}
     readers: dict[str, set[tuple[Hashable, int]]] = {}
     for node in nodes:
@@ -75,7 +79,11 @@ def fold(graph: Graph, aliases: Mapping[Ref, Alias], *, enabled: bool = True) ->
     for node in (*sources, *nodes):
         members.setdefault(keys[node.name], []).append(node.name)
     classes = tuple(tuple(names) for names in members.values())
-    return Folding(classes, {name: i for i, names in enumerate(classes) for name in names})
+    return Folding(
+        classes=classes,
+        of={name: i for i, names in enumerate(classes) for name in names},
+        run_of={i: starts[key] for i, key in enumerate(members) if key in starts},
+    )
 
 
 def _root(ref: Ref, aliases: Mapping[Ref, Alias]) -> Ref:
@@ -91,27 +99,38 @@ def signature(node: Node, graph: Graph, aliases: Mapping[Ref, Alias]) -> Hashabl
             operands.append((graph.type_of(ref), ()))
         else:
             views = tuple(
-                (view.op, tuple(_constants(arg) for arg in view.args), view.outputs)
+                (view.op, tuple(constants_of(arg) for arg in view.args), view.outputs)
                 for view in (graph.by_name[name] for name in alias.chain)
             )
             operands.append((graph.type_of(alias.root), views))
-    constants = tuple(_constants(arg) for arg in node.args)
-    named = tuple((key, _constants(arg)) for key, arg in node.kwargs)
+    constants = tuple(constants_of(arg) for arg in node.args)
+    named = tuple((key, constants_of(arg)) for key, arg in node.kwargs)
     return node.op, node.phase, constants, named, tuple(operands), node.outputs
 
 
-def _constants(arg: Arg) -> Hashable:
+def constants_of(arg: Arg) -> Hashable:
+    """What of an argument must agree for two nodes to be alike: all but which values it names."""
     if isinstance(arg, Ref):
         return "*"
     if isinstance(arg, tuple):
-        return tuple(_constants(item) for item in arg)
+        return tuple(constants_of(item) for item in arg)
     if isinstance(arg, Const) and arg.kind == STREAM:
         return STREAM
     return (type(arg).__name__, arg)
 
 
-def _fold_runs(signs: NDArray[np.int64], start: int, stop: int, groups: list[int]) -> None:
-    """Fold the best run of ``[start, stop)``, then what lies before and behind it."""
+def _fold_runs(
+    signs: NDArray[np.int64], start: int, stop: int, groups: list[int], starts: dict[int, int]
+) -> None:
+    """Fold the best run of ``[start, stop)``, then what lies before and behind it.
+
+    Args:
+        signs: Signature of every node, as a number.
+        start: First node.
+        stop: Behind the last one.
+        groups: Is told the group of every node.
+        starts: Is told the start of the run of every group.
+    """
     if stop - start < 2 * MIN_RUN:
         return
     best = _best_run(signs[start:stop])
@@ -119,11 +138,12 @@ def _fold_runs(signs: NDArray[np.int64], start: int, stop: int, groups: list[int
         return
     first, period, copies = best
     first += start
+    starts.update(dict.fromkeys(range(first, first + period), first))
     for copy in range(1, copies):
         for place in range(period):
             groups[first + copy * period + place] = groups[first + place]
-    _fold_runs(signs, start, first, groups)
-    _fold_runs(signs, first + copies * period, stop, groups)
+    _fold_runs(signs, start, first, groups, starts)
+    _fold_runs(signs, first + copies * period, stop, groups, starts)
 
 
 def _best_run(signs: NDArray[np.int64]) -> tuple[int, int, int] | None:

@@ -10,7 +10,7 @@ from autopar.cost.kernel import is_causal
 from autopar.cost.node import NodeCost, axis_seconds, update_bytes_per_s
 from autopar.ir.graph import Phase, Ref
 from autopar.ir.sharding import Mesh
-from autopar.lower.live import kinds_at, live_bytes, storages
+from autopar.lower.live import byte_changes, live_bytes, storages
 from autopar.lower.overlap import overlap
 from autopar.lower.program import COLLECTIVES, WAIT, Program
 from autopar.lower.simulate import Prices, prices, simulate
@@ -324,11 +324,10 @@ def _programs(
 
 def _working_bytes(program: Program, inside: frozenset[str]) -> float:
     """Most live bytes while a layer runs, apart from finished gradients."""
-    memory = storages(program)
-    live = live_bytes(program, memory)
+    live, _, gradients = live_bytes(byte_changes(program, storages(program))).T.tolist()
     places = [i for i, made in enumerate(program.instructions) if made.origin in inside]
     at = max(places, key=live.__getitem__)
-    return live[at] - kinds_at(program, memory, at)[1]
+    return float(live[at] - gradients[at])
 
 
 def _forward_kinds(program: Program, priced: Prices) -> dict[str, float]:

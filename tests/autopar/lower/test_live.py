@@ -16,7 +16,7 @@ from autopar.capture.interpret import source_values
 from autopar.cost.node import axis_seconds
 from autopar.hint import degrees
 from autopar.ir.sharding import Mesh
-from autopar.lower.live import live_bytes, storages
+from autopar.lower.live import byte_changes, live_bytes, storages
 from autopar.lower.overlap import overlap
 from autopar.lower.program import Program
 from autopar.lower.spmd import lower
@@ -105,7 +105,7 @@ def assert_same_bytes(subject: Subject, stage: StagePlan) -> None:
     counts, _ = counted_peaks(programs, subject.values)
     for program, count in zip(programs, counts, strict=True):
         memory = storages(program)
-        live = live_bytes(program, memory)
+        live = live_bytes(byte_changes(program, memory))[:, 0].tolist()
         assert max(live) == count.peak_bytes
         made = sorted({memory.made[ref] for ref, size in memory.num_bytes.items() if size})
         assert [live[at] for at in made] == [now for _, now in count.history]
