@@ -11,7 +11,7 @@ from autopar.errors import PlanError
 from autopar.ir.graph import TensorType
 from autopar.ir.sharding import SUM, WHOLE, Mesh, Partial, Sharding, Split
 from autopar.plan.records import NodePlan, ParameterPlan, StagePlan
-from autopar.plan.text import axis_roles, bar, hint_text, plan_text
+from autopar.plan.text import axis_roles, bar, hint_text, op_of, plan_text
 from autopar.plan.wording import (
     bytes_text,
     fold_names,
