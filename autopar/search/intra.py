@@ -36,7 +36,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
-from ortools.math_opt import model_pb2
+from ortools.math_opt import model_pb2, result_pb2, solution_pb2
+from ortools.math_opt.core.python import solver
 from ortools.math_opt.python import mathopt
 from ortools.math_opt.solvers import highs_pb2
 
@@ -220,39 +221,49 @@ _WANTED = mathopt.ModelSolveParameters(
     variable_values_filter=mathopt.VariableFilter(skip_zero_values=True),
     dual_values_filter=mathopt.LinearConstraintFilter(filtered_items=[]),
     reduced_costs_filter=mathopt.VariableFilter(filtered_items=[]),
-)
+).to_proto()
 """Of a result only the values that are not zero are read; the rest would be copied for nothing."""
+
+_PROVEN = (
+    result_pb2.TERMINATION_REASON_INFEASIBLE,
+    result_pb2.TERMINATION_REASON_INFEASIBLE_OR_UNBOUNDED,
+)
 
 
 def _run(program: _Program, deadline: float, gap: float, *, relaxed: bool) -> _Outcome:
-    """Hand a program, or its relaxation, to the solver."""
-    model = mathopt.Model.from_model_proto(_proto(program, relaxed=relaxed))
-    result = mathopt.solve(
-        model,
-        mathopt.SolverType.HIGHS,
-        params=mathopt.SolveParameters(
-            time_limit=datetime.timedelta(seconds=max(deadline - time.perf_counter(), 1.0)),
-            relative_gap_tolerance=gap,
-            highs=highs_pb2.HighsOptionsProto(string_options={"parallel": "off"}),
-        ),
-        model_params=_WANTED,
+    """Hand a program, or its relaxation, to the solver.
+
+    The records of MathOpt go in and out as they are: its objects would be made of every column and
+    of a basis that nobody reads.
+    """
+    parameters = mathopt.SolveParameters(
+        time_limit=datetime.timedelta(seconds=max(deadline - time.perf_counter(), 1.0)),
+        relative_gap_tolerance=gap,
+        highs=highs_pb2.HighsOptionsProto(string_options={"parallel": "off"}),
+    )
+    result = solver.solve(
+        _proto(program, relaxed=relaxed),
+        mathopt.SolverType.HIGHS.value,
+        mathopt.StreamableSolverInitArguments().to_proto(),
+        parameters.to_proto(),
+        _WANTED,
+        None,
+        mathopt.CallbackRegistration().to_proto(),
+        None,
+        None,
     )
     reason = result.termination.reason
-    if not result.has_primal_feasible_solution():
-        proven = {
-            mathopt.TerminationReason.INFEASIBLE,
-            mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED,
-        }
-        return _Outcome("infeasible" if reason in proven else "time_limited", _NOTHING)
+    found = result.solutions[0].primal_solution if result.solutions else None
+    if found is None or found.feasibility_status != solution_pb2.SOLUTION_STATUS_FEASIBLE:
+        return _Outcome("infeasible" if reason in _PROVEN else "time_limited", _NOTHING)
     values = np.zeros(len(program.cost))
-    for variable, amount in result.variable_values().items():
-        values[variable.id] = amount
-    optimal = reason == mathopt.TerminationReason.OPTIMAL
+    values[np.asarray(found.variable_values.ids, dtype=np.int64)] = found.variable_values.values
+    optimal = reason == result_pb2.TERMINATION_REASON_OPTIMAL
     return _Outcome(
         "optimal" if optimal else "feasible",
         values,
-        result.objective_value(),
-        result.best_objective_bound(),
+        found.objective_value,
+        result.termination.objective_bounds.dual_bound,
     )
 
 
