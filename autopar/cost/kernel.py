@@ -26,7 +26,22 @@ _LOOKUPS = frozenset(
 )
 """Ops that touch as much of their first operand as they return, or return more than they touch."""
 
+_DRAWN_WORDS = {
+    "autopar.dropout.default": 1,
+    "autopar.random_uniform.default": 1,
+    "autopar.random_normal.default": 2,
+    "autopar.random_integers.default": 2,
+}
+"""Random words of an element of what these ops make."""
+
+_WORD_BYTES = 128
+"""Bytes that drawing a word moves: sixteen int32 ops, each of which reads and writes it."""
+
+_WEIGHT_BYTES = 80
+"""Bytes that an attention weight moves where it is made: ten fp32 ops of a read and a write."""
+
 _ATTENTION = "autopar.attention"
+_ATTENTION_DROPOUT = "autopar.attention_dropout"
 _FORWARD = frozenset({"autopar.attention.default", "autopar.attention_dropout.default"})
 _FORWARD_FLAG_AT = 4
 _BACKWARD_FLAG_AT = 7
@@ -69,6 +84,8 @@ def bytes_moved(op: str, operands: Sequence[TensorType], outputs: Sequence[Tenso
     """Bytes that a kernel reads and writes at least."""
     written = sum(kind.num_bytes for kind in outputs)
     read = sum(kind.num_bytes for kind in operands)
+    if op in _DRAWN_WORDS:
+        return read + written + _DRAWN_WORDS[op] * _WORD_BYTES * outputs[0].num_elements
     if op not in _LOOKUPS or not operands:
         return read + written
     rest = read - operands[0].num_bytes
@@ -94,7 +111,12 @@ def _attention_s(device: Device, op: str, operands: Sequence[TensorType], causal
         head_dim=width,
         causal=causal,
     )
-    return attention_s(device, shape, dtype=query.dtype, backward=backward)
+    fused_s = attention_s(device, shape, dtype=query.dtype, backward=backward)
+    if not op.startswith(_ATTENTION_DROPOUT):
+        return fused_s
+    moved = batch * heads * queries * key.shape[2] * (_WORD_BYTES + _WEIGHT_BYTES)
+    kind, dtype = Kind.MEMORY, query.dtype
+    return fused_s + op_s(device, kind=kind, flops=0, bytes_moved=moved, dtype=dtype)
 
 
 def _dtype(operands: Sequence[TensorType]) -> str:

@@ -59,16 +59,16 @@ def mixtral() -> nn.Module:
     return transformers.MixtralForCausalLM(config).train()
 
 
-def gpt2() -> nn.Module:
+def gpt2(dropout: float = 0.0) -> nn.Module:
     config = transformers.GPT2Config(
         vocab_size=VOCABULARY,
         n_positions=16,
         n_embd=24,
         n_layer=2,
         n_head=4,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
         bos_token_id=0,
         eos_token_id=0,
     )

@@ -53,6 +53,25 @@ def test_causality_is_read_where_the_op_has_it() -> None:
     assert not is_causal("aten.mm.default", (True,) * 9)
 
 
+def test_what_is_drawn_is_paid_by_the_element() -> None:
+    x, key = kind(64, 128), kind(2, dtype="int64")
+    plain = bytes_moved("aten.mul.Tensor", (x, key), (x,))
+    assert bytes_moved("autopar.dropout.default", (x, key), (x,)) == plain + 64 * 128 * 128
+
+
+def test_attention_with_dropout_pays_for_its_weights() -> None:
+    q, key = kind(2, 8, 512, 64), kind(2, dtype="int64")
+    plain = SECONDS("autopar.attention.default", (q, q, q), (q,), False, 1)
+    weights = 2 * 8 * 512 * 512
+    dropped = SECONDS("autopar.attention_dropout.default", (q, q, q, key), (q,), False, 1)
+    assert dropped - plain > weights * 200 / DEVICE.memory_bytes_per_s
+    read = (q, q, q, q, q, q, key)
+    backward = SECONDS("autopar.attention_dropout_backward.default", read, (q, q, q), False, 1)
+    assert backward > dropped
+    args = (1, 2, 3, None, True, 0.1, 4, "stream", 0.1)
+    assert is_causal("autopar.attention_dropout.default", args)
+
+
 def test_a_lookup_does_not_read_the_whole_table() -> None:
     table, ids, rows = kind(50_000, 512), kind(8, dtype="int64"), kind(8, 512)
     found = bytes_moved("aten.embedding.default", (table, ids), (rows,))

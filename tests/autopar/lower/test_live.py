@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 from autopar.capture import Captured, capture_step
 from autopar.capture.batch import flatten_batch
 from autopar.capture.interpret import source_values
+from autopar.capture.random import make_key
 from autopar.cost.node import axis_seconds
 from autopar.hint import degrees
 from autopar.ir.sharding import Mesh
@@ -45,7 +47,7 @@ def square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 CASES: Mapping[str, tuple[Callable[[], nn.Module], Any, Loss | None]] = {
     "mlp": (mlp, torch.randn(8, 16, generator=torch.Generator().manual_seed(0)), square),
     "llama": (models.llama, models.tokens(), None),
-    "gpt2": (models.gpt2, models.tokens(), None),
+    "gpt2 with dropout": (functools.partial(models.gpt2, 0.1), models.tokens(), None),
     "bert": (models.bert, models.tokens(), None),
 }
 PLANS: Mapping[str, tuple[int, Mapping[str, int]]] = {
@@ -74,6 +76,8 @@ class Subject:
         )
         for node in captured.graph.sources("constant"):
             self.values[node.name] = captured.constants[node.target]
+        for node in captured.graph.sources("key"):
+            self.values[node.name] = make_key(0, 0)
 
     def planned(self, ranks: int, hints: Mapping[str, int]) -> StagePlan:
         request = Request(
