@@ -90,12 +90,14 @@ def math_backward(
         _scores(q.to(high), k.to(high), mask, causal, scale) - _grouped(lse, groups).unsqueeze(-1)
     ).exp()
     grad = _grouped(grad_out.to(high), groups)
-    delta = (grad * _grouped(out.to(high), groups)).sum(-1, keepdim=True)
     dweights = grad @ v.to(high).unsqueeze(2).transpose(-1, -2)
-    kept = weights
-    if factors is not None:
+    if factors is None:
+        kept, delta = weights, (grad * _grouped(out.to(high), groups)).sum(-1, keepdim=True)
+    else:
         own = _grouped(factors, groups)
         dweights, kept = dweights * own, weights * own
+        # All keys are here, so this is what the output gives, without its rounding.
+        delta = (weights * dweights).sum(-1, keepdim=True)
     dscores = weights * (dweights - delta)
     dq = (dscores @ k.to(high).unsqueeze(2)).flatten(1, 2) * scale
     dk = (dscores.transpose(-1, -2) @ _grouped(q.to(high), groups)).sum(2) * scale
