@@ -331,7 +331,7 @@ class _Compiler:
             programs = lower_chunks(
                 graph, rules, chunks, place, seconds, plan.transfers, splits_backward=split
             )
-            found.append(_with_results(on_one_rank(programs, chunks), graph))
+            found.append(_with_results(on_one_rank(graph, programs, chunks), graph))
         return tuple(found)
 
     def _stage_source(

@@ -55,6 +55,9 @@ VIEW_OPS = frozenset(
 class Builder:
     """Instructions of one rank, in order.
 
+    What a prologue makes has names of its own: they are the same in the programs of all
+    microbatches, which read what one of them made, while the names inside their loops may differ.
+
     Attributes:
         mesh: The mesh; ``coordinates`` of the rank on it.
         types: Local type of every value so far.
@@ -111,7 +114,9 @@ class Builder:
         flops: int = 0,
     ) -> tuple[Ref, ...]:
         """Emit an op; its results in order."""
-        name = self._name((name or f"{self.origin}_{op.split('.')[1]}") + self.suffix)
+        once = self.section is Section.PROLOGUE and self.mesh.time_axis is not None
+        wanted = (name or f"{self.origin}_{op.split('.')[1]}") + "_once" * once + self.suffix
+        name = self._name(wanted)
         self._instructions.append(
             Instruction(
                 name=name,

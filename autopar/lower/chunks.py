@@ -6,13 +6,13 @@ value in both, so that it is neither sent nor copied. Inputs that several read e
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from autopar.cost.reshard import CollectiveSeconds
 from autopar.ir.graph import Graph, Ref
 from autopar.lower.overlap import overlap
-from autopar.lower.program import Instruction, Message, Program
+from autopar.lower.program import Message, Program, Section
 from autopar.lower.spmd import Crossing, lower
 from autopar.lower.unroll import with_refs
 from autopar.plan.records import StagePlan, Transfer
@@ -42,34 +42,35 @@ def lower_chunks(
     """
     first = min(chunks)
     return tuple(
-        overlap(
-            lower(
-                graph,
-                rules,
-                chunk,
-                coordinates,
-                collective_s,
-                Crossing(
-                    chunk=number,
-                    transfers=transfers,
-                    splits_backward=splits_backward,
-                    suffix="" if number == first else f".{number}",
-                ),
-            )
+        lower(
+            graph,
+            rules,
+            chunk,
+            coordinates,
+            collective_s,
+            Crossing(
+                chunk=number,
+                transfers=transfers,
+                splits_backward=splits_backward,
+                suffix="" if number == first else f".{number}",
+            ),
         )
         for number, chunk in sorted(chunks.items())
     )
 
 
-def on_one_rank(programs: Sequence[Program], chunks: Collection[int]) -> Program:
-    """The programs of a rank's chunks as one.
+def on_one_rank(graph: Graph, programs: Sequence[Program], chunks: Collection[int]) -> Program:
+    """The programs of a rank's chunks as one, its collectives spread over the compute.
 
     Args:
+        graph: The captured step.
         programs: As of `lower_chunks`.
         chunks: Their numbers.
     """
-    if len(programs) == 1:
-        return programs[0]
+    return overlap(programs[0] if len(programs) == 1 else _joined(graph, programs, chunks))
+
+
+def _joined(graph: Graph, programs: Sequence[Program], chunks: Collection[int]) -> Program:
     sent = {m.number: m.ref for p in programs for m in p.sends if m.peer in chunks}
     taken = {m.ref: sent[m.number] for p in programs for m in p.receives if m.peer in chunks}
     change = {ref: _source(ref, taken) for ref in taken}
@@ -84,11 +85,16 @@ def on_one_rank(programs: Sequence[Program], chunks: Collection[int]) -> Program
     assert len(losses) <= 1, losses
     inputs = {item.name: item for p in programs for item in p.inputs}
     aux = {name: now(ref) for p in programs for name, ref in p.aux}
-    instructions = [with_refs(i, change) if change else i for p in programs for i in p.instructions]
+    place = {node.name: position for position, node in enumerate(graph.nodes)}
+    everything = [with_refs(i, change) if change else i for p in programs for i in p.instructions]
+    # Behind the loop, chunks read each other in both directions: in the order of the step.
+    behind = [i for i in everything if i.section is Section.EPILOGUE]
+    behind.sort(key=lambda i: place.get(i.origin, len(place)))
+    before = [i for i in everything if i.section is not Section.EPILOGUE]
     return replace(
         programs[0],
         inputs=tuple(inputs.values()),
-        instructions=tuple(_in_order(instructions)),
+        instructions=(*before, *behind),
         loss=now(losses[0]) if losses else None,
         aux=tuple(aux.items()),
         gradients={name: now(ref) for p in programs for name, ref in p.gradients.items()},
@@ -103,22 +109,3 @@ def _source(ref: Ref, taken: Mapping[Ref, Ref]) -> Ref:
     while ref in taken:
         ref = taken[ref]
     return ref
-
-
-def _in_order(instructions: Sequence[Instruction]) -> Iterator[Instruction]:
-    """The instructions, each behind what it reads: epilogues read those of later chunks."""
-    by_name = {i.name: i for i in instructions}
-    done: set[str] = set()
-    for instruction in instructions:
-        stack = [instruction]
-        while stack:
-            now = stack[-1]
-            missing = (by_name[r.node] for r in now.operands if r.node in by_name)
-            before = next((i for i in missing if i.name not in done), None)
-            if before is not None:
-                stack.append(before)
-                continue
-            stack.pop()
-            if now.name not in done:
-                done.add(now.name)
-                yield now

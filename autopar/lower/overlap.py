@@ -2,8 +2,9 @@
 
 Waits, and the views behind them, sink to the first instruction that reads the data; a reduction of
 gradients so runs beside the rest of the backward. A gather of a parameter starts one gather ahead
-of its use, so at most one gathered copy waits. The order of collectives changes alike on every
-rank, since it is read from the instructions alone.
+of its use, so at most one gathered copy waits. Ranks with uneven pieces differ in what they read
+and copy; the order of collectives changes alike on all of them, since a gather moves behind
+another collective that is told by the node it is for.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from autopar.ir.graph import Ref
-from autopar.lower.program import ALL_GATHER, WAIT, Instruction, Program
+from autopar.ir.graph import Phase, Ref
+from autopar.lower.program import ALL_GATHER, COLLECTIVES, WAIT, Instruction, Program, Section
 
 
 def overlap(program: Program) -> Program:
@@ -47,27 +48,34 @@ def _sink_waits(instructions: Sequence[Instruction]) -> list[Instruction]:
 
 
 def _gather_ahead(instructions: Sequence[Instruction]) -> Iterator[Instruction]:
-    """Every parameter gather moved in front of the wait of the one before it, phase by phase."""
+    """Every parameter gather moved to where the one before it is used, phase by phase."""
     by_name = {i.name: i for i in instructions}
     gathers = [i for i in instructions if _is_parameter_gather(i, by_name)]
-    waits = {i.operands[0].node: i.name for i in instructions if i.op == WAIT}
-    first_of = {}
-    for phase in dict.fromkeys(i.phase for i in instructions):
-        first_of[phase] = next(i.name for i in instructions if i.phase is phase)
-    before: dict[str, list[str]] = {}
+    first_of: dict[Phase, str] = {}
+    last_for: dict[tuple[str, Section], str] = {}
+    for instruction in instructions:
+        first_of.setdefault(instruction.phase, instruction.name)
+        if instruction.op in COLLECTIVES:
+            last_for[instruction.origin, instruction.section] = instruction.name
+    ahead: dict[str, list[str]] = {}
+    behind: dict[str, list[str]] = {}
     previous: Instruction | None = None
     for gather in gathers:
-        alone = previous is None or previous.phase is not gather.phase
-        place = first_of[gather.phase] if alone else waits[previous.name]  # type: ignore[union-attr]
-        before.setdefault(place, []).append(gather.name)
+        if previous is None or previous.phase is not gather.phase:
+            ahead.setdefault(first_of[gather.phase], []).append(gather.name)
+        else:
+            place = last_for[previous.origin, previous.section]
+            behind.setdefault(place, []).append(gather.name)
         previous = gather
     emitted: set[str] = set()
     for instruction in instructions:
-        for name in before.get(instruction.name, ()):
+        for name in ahead.get(instruction.name, ()):
             yield from _chain(name, by_name, emitted)
         if instruction.name not in emitted:
             emitted.add(instruction.name)
             yield instruction
+        for name in behind.get(instruction.name, ()):
+            yield from _chain(name, by_name, emitted)
 
 
 def _is_parameter_gather(instruction: Instruction, by_name: dict[str, Instruction]) -> bool:
@@ -87,7 +95,9 @@ def _is_parameter_gather(instruction: Instruction, by_name: dict[str, Instructio
 
 
 def _moves_only(instruction: Instruction) -> bool:
+    """Whether it computes nothing; all that one rank needs for its piece and another does not."""
     return instruction.view or instruction.op in (
+        "aten.clone.default",
         "aten.constant_pad_nd.default",
         "aten.reshape.default",
         "aten._to_copy.default",

@@ -2,9 +2,10 @@
 
 Parameters go from the stage that owns them to later ones, their gradients come back, and what the
 loop added up may go either way; two ranks that each waited for everything before they sent
-anything would wait for ever. So a rank takes its messages in the order in which the captured step
-makes them, and between two of them runs and sends all that needs no later one: whoever holds the
-earliest value that has not arrived can always send it.
+anything would wait for ever. So a rank runs its instructions in order, waits for a message where
+the first of them reads it, and sends what is made before it waits again. Their order is one that
+all ranks share: prologues by chunk, epilogues as in the captured step; so whoever holds the
+earliest value that has not arrived can always send it. Collectives stay in the order they have.
 """
 
 from __future__ import annotations
@@ -37,26 +38,39 @@ def segments(program: Program, section: Section) -> tuple[Segment, ...]:
         program: Of one rank, with all its chunks.
         section: Prologue or epilogue.
     """
-    receives = sorted((m for m in program.receives if m.section is section), key=_number)
-    needed = {m.ref: place for place, m in enumerate(receives, start=1)}
-    runs: list[list[Instruction]] = [[] for _ in range(len(receives) + 1)]
-    gives: list[list[Message]] = [[] for _ in runs]
+    waiting = {m.ref: m for m in program.receives if m.section is section}
+    leaving = sorted((m for m in program.sends if m.section is section), key=lambda m: m.number)
+    own = {i.name for i in program.instructions if i.section is section}
+    made: set[Ref] = set()
+    found: list[Segment] = []
+    takes: list[Message] = []
+    run: list[Instruction] = []
+
+    def end() -> None:
+        ready = [m for m in leaving if _is_there(m.ref, own, made, waiting)]
+        leaving[:] = [m for m in leaving if m not in ready]
+        if takes or run or ready:
+            found.append(Segment(tuple(takes), tuple(run), tuple(ready)))
+        takes.clear()
+        run.clear()
+
     for instruction in program.instructions:
-        if instruction.section is section:
-            place = max((needed.get(ref, 0) for ref in instruction.operands), default=0)
-            runs[place].append(instruction)
-            results = (Ref(instruction.name, index) for index in range(len(instruction.outputs)))
-            needed.update(dict.fromkeys(results, place))
-    for message in sorted((m for m in program.sends if m.section is section), key=_number):
-        gives[needed.get(message.ref, 0)].append(message)
-    found, takes = [], []
-    for place, (run, give) in enumerate(zip(runs, gives, strict=True)):
-        takes += receives[place - 1 : place] if place else []
-        if run or give or place == len(receives):
-            found.append(Segment(tuple(takes), tuple(run), tuple(give)))
-            takes = []
-    return tuple(found)
+        if instruction.section is not section:
+            continue
+        needed = [waiting.pop(ref) for ref in dict.fromkeys(instruction.operands) if ref in waiting]
+        if needed:
+            end()
+            takes += needed
+        run.append(instruction)
+        made |= {Ref(instruction.name, index) for index in range(len(instruction.outputs))}
+    end()
+    takes += waiting.values()
+    waiting.clear()
+    end()
+    assert not leaving, leaving
+    return tuple(found) or (Segment((), (), ()),)
 
 
-def _number(message: Message) -> int:
-    return message.number
+def _is_there(ref: Ref, own: set[str], made: set[Ref], waiting: dict[Ref, Message]) -> bool:
+    """Whether a value can leave: it entered the section, was received, or was made in it."""
+    return ref not in waiting if ref.node not in own else ref in made

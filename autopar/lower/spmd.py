@@ -101,6 +101,9 @@ def is_view(node: Node, rules: Mapping[str, Rule]) -> bool:
 BACKWARDS = (Section.BACKWARD, Section.WEIGHT_GRADIENT)
 """The sections that read what the forward kept."""
 
+BEFORE = (Section.PROLOGUE, Section.FORWARD)
+"""The sections that any part of the backward may read."""
+
 _Place = tuple[Section, Sharding]
 """When a piece of a value is made, and its sharding."""
 
@@ -126,6 +129,7 @@ class _Lowering:
     inputs: list[ProgramInput] = field(default_factory=list)
     purposes: dict[Ref, str] = field(default_factory=dict)
     late: frozenset[str] = frozenset()
+    behind: dict[str, None] = field(default_factory=dict)
     recomputed: frozenset[str] = field(init=False)
     remade: set[str] = field(default_factory=set)
 
@@ -147,15 +151,18 @@ class _Lowering:
                 if node.op != PARAMETER or node.target in self.stored:
                     self._source(node)
             elif node.name in self.plans:
-                self._node(node)
+                self._node_or_later(node)
         if self.build.phase is Phase.FORWARD:
             self._keep()
             self._send(Section.PROLOGUE, Section.FORWARD)
         self._send(Section.BACKWARD)
-        self.build.phase = Phase.BACKWARD if self.late else self.build.phase
+        phase = Phase.BACKWARD if self.late else self.build.phase
+        self.build.phase = phase
         for node in self.graph.nodes:
             if node.name in self.late:
-                self._node(node)
+                self._node_or_later(node)
+        self._behind_loop()
+        self.build.phase = phase
         everything = whole(self.stage.mesh)
         self._enter("results", Section.EPILOGUE)
         loss = None
@@ -177,7 +184,6 @@ class _Lowering:
             for name, ref in self.graph.mutations.items()
             if self._makes(ref)
         }
-        self._send(Section.EPILOGUE)
         space = self.stage.mesh.space
         num_axes = len(space.sizes)
         return Program(
@@ -250,25 +256,44 @@ class _Lowering:
     def _send(self, *sections: Section) -> None:
         """Bring what other chunks read into the sharding in which it leaves."""
         for number, transfer in enumerate(self.crossing.transfers):
-            if transfer.source != self.crossing.chunk:
-                continue
-            root = _ref(transfer.value)
-            section = self._section_of_making(transfer)
-            if section not in sections:
-                continue
-            self._enter(root.node, section)
-            _, ref = self._reshard(root, transfer.sharding, section)
-            self.sends.append(
-                Message(
-                    ref=ref,
-                    value=transfer.value,
-                    chunk=transfer.source,
-                    peer=transfer.target,
-                    section=section,
-                    local_type=self.build.types[ref],
-                    number=number,
-                )
+            if transfer.source == self.crossing.chunk:
+                section = self._section_of_making(transfer)
+                if section in sections:
+                    self._send_one(number, transfer, section)
+
+    def _send_one(self, number: int, transfer: Transfer, section: Section) -> None:
+        root = _ref(transfer.value)
+        self._enter(root.node, section)
+        _, ref = self._reshard(root, transfer.sharding, section)
+        self.sends.append(
+            Message(
+                ref=ref,
+                value=transfer.value,
+                chunk=transfer.source,
+                peer=transfer.target,
+                section=section,
+                local_type=self.build.types[ref],
+                number=number,
             )
+        )
+
+    def _behind_loop(self) -> None:
+        """Nodes of the epilogue and what leaves it, in the order of the captured step.
+
+        That order is the same on all ranks, so none waits for what waits for it.
+        """
+        events: list[tuple[int, int]] = [(self._position[name], -1) for name in self.behind]
+        for number, transfer in enumerate(self.crossing.transfers):
+            made = self._section_of_making(transfer)
+            if transfer.source == self.crossing.chunk and made is Section.EPILOGUE:
+                events.append((self._position[_ref(transfer.value).node], number))
+        for position, number in sorted(events):
+            node = self.graph.nodes[position]
+            self.build.phase = node.phase
+            if number < 0:
+                self._node(node)
+            else:
+                self._send_one(number, self.crossing.transfers[number], Section.EPILOGUE)
 
     def _section_of_making(self, transfer: Transfer) -> Section:
         """Section behind which a value leaves."""
@@ -327,8 +352,18 @@ class _Lowering:
             loop = Section.WEIGHT_GRADIENT
         if self.time is None or self._loops(*plan.operands, *plan.outputs):
             return loop
-        made = {self._made_in(self._root(ref).root) for ref in node.operands}
+        roots = [self._root(ref).root for ref in node.operands]
+        if any(root.node in self.behind for root in roots):
+            return Section.EPILOGUE
+        made = {self._made_in(root) for root in roots}
         return Section.PROLOGUE if made <= {Section.PROLOGUE} else Section.EPILOGUE
+
+    def _node_or_later(self, node: Node) -> None:
+        """Lower a node, unless it runs behind the loop."""
+        if self._section_of(node, self.plans[node.name]) is Section.EPILOGUE:
+            self.behind[node.name] = None
+        else:
+            self._node(node)
 
     def _made_in(self, root: Ref) -> Section:
         """Section of the node that makes a value."""
@@ -451,6 +486,8 @@ class _Lowering:
         alias = self._root(ref)
         at_root = through(sharding, tuple(reversed(alias.chain)), self._back)
         assert at_root is not None, f"{ref} cannot be read as {sharding}"
+        if alias.root.node in self.behind and section is not Section.EPILOGUE:
+            raise self._needs_whole_batch(ref)
         made, value = self._reshard(alias.root, at_root, section)
         if made is Section.EPILOGUE is not section:
             raise self._needs_whole_batch(ref)
@@ -506,6 +543,10 @@ class _Lowering:
             visible = self._visible(root, Section.PROLOGUE)
         kind = self.graph.type_of(root)
         path = cheapest_path(kind, tuple(visible), sharding, self.stage.mesh, self.collective_s)
+        if path is None and section in BACKWARDS:
+            # A node that runs again may need what cannot be made of what is kept.
+            visible |= {s: (m, r) for (m, s), r in self.there[root].items() if m in BEFORE}
+            path = cheapest_path(kind, tuple(visible), sharding, self.stage.mesh, self.collective_s)
         assert path is not None, f"{root} cannot go from {tuple(visible)} to {sharding}"
         self.build.purpose = self.purposes.get(root, "activations")
         for step in path:

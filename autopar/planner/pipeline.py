@@ -15,6 +15,7 @@ from autopar.cost.node import NodeCost
 from autopar.errors import HintError, UnsupportedError
 from autopar.ir.graph import PARAMETER, Ref
 from autopar.lower.chunks import lower_chunks, on_one_rank
+from autopar.lower.overlap import overlap
 from autopar.lower.program import Message, Program, ProgramInput, Section
 from autopar.lower.rows import memory_turns, turns_of
 from autopar.lower.simulate import Prices, Simulation, simulate
@@ -302,9 +303,10 @@ def evaluate_pipeline(
             splits_backward=spec.splits_backward,
         )
         for number, program in zip(sorted(held), programs, strict=True):
-            sections = {s: simulate(section_program(program, s), priced) for s in Section}
-            by_chunk[number] = program, sections
-        together = on_one_rank(programs, held)
+            ready = overlap(program)
+            sections = {s: simulate(section_program(ready, s), priced) for s in Section}
+            by_chunk[number] = ready, sections
+        together = on_one_rank(analysis.graph, programs, held)
         results.append(
             StageResult(
                 program=together,

@@ -20,6 +20,7 @@ from autopar.lower.program import (
     Program,
     Section,
 )
+from autopar.lower.unroll import totals_of
 from autopar.runtime.module import AxisGroup, Part, build_module, build_part
 
 Run = Callable[..., tuple[Tensor, ...]]
@@ -72,7 +73,7 @@ class _Loop:
         prologue = part_of(first, Section.PROLOGUE)
         bodies = [part_of(program, *LOOP) for program in programs]
         joins = [i for i in part_of(first, Section.EPILOGUE) if i.op == ACCUMULATE]
-        totals = tuple(dict.fromkeys(i.operands[0] for i in joins))
+        totals = totals_of(first)
         self._reduces = [reduce_of(joins, ref) for ref in totals]
         epilogue = tuple(
             as_alias(i) if i.op == ACCUMULATE else i for i in part_of(first, Section.EPILOGUE)
@@ -92,7 +93,11 @@ class _Loop:
 
         self.modules: tuple[fx.GraphModule, ...] = ()
         self._prologue = built(prologue, given, shared)
-        by_body = {body: built(body, shared, totals) for body in dict.fromkeys(bodies)}
+        by_body: dict[tuple[Instruction, ...], Run] = {}
+        for program, body in zip(programs, bodies, strict=True):
+            if body not in by_body:
+                # The same totals may have other names where pieces are uneven.
+                by_body[body] = built(body, shared, totals_of(program))
         self._bodies = [by_body[body] for body in bodies]
         self._epilogue = built(epilogue, (*late, *totals), first.results)
 

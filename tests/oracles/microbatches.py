@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from autopar.ir.graph import Ref
-from autopar.lower.program import ACCUMULATE, LOOP, Message, Program, Section
+from autopar.lower.program import LOOP, Message, Program, Section
 from autopar.lower.segments import Segment, segments
 from autopar.lower.unroll import Row, Turn, lives, totals_of
 from tests.oracles.lockstep import Env, run_instructions, start
@@ -34,8 +34,9 @@ def run_microbatches(
             for env in local:
                 env[Ref("#microbatch")] = torch.tensor(number)
             run_instructions(parts, local)
-        for program, env, total in zip(programs, local, totals, strict=True):
-            _add_up(program, env, total)
+        for program, other, env, total in zip(programs, first, local, totals, strict=True):
+            for own, ref in zip(totals_of(program), totals_of(other), strict=True):
+                total[ref] = total[ref] + env[own] if ref in total else env[own]
     for env, total in zip(envs, totals, strict=True):
         env.update(total)
     run_instructions([_section(p, Section.EPILOGUE) for p in first], envs)
@@ -60,9 +61,13 @@ class Lane:
     most_live: int = 0
 
     def __post_init__(self) -> None:
-        first = self.variants[0][0]
-        before, behind = (segments(first, s) for s in (Section.PROLOGUE, Section.EPILOGUE))
-        self.events: list[Segment | Turn] = [*before, *self.row, *behind]
+        outside = [
+            [segments(program, section) for program in self.variants[0]]
+            for section in (Section.PROLOGUE, Section.EPILOGUE)
+        ]
+        before, behind = (list(zip(*ranks, strict=True)) for ranks in outside)
+        loop = [(turn,) * len(self.envs) for turn in self.row]
+        self.events: list[Sequence[Segment | Turn]] = [*before, *loop, *behind]
         ranks = range(len(self.envs))
         self.lives = [lives([v[r] for v in self.variants], self.row) for r in ranks]
         self.total_of = [
@@ -83,24 +88,23 @@ class Lane:
 
     def advance(self, mail: Mail) -> bool:
         """Run the next event if its messages are there."""
-        event = self.events[self.at]
-        turn = event if isinstance(event, Turn) else None
+        events = self.events[self.at]
+        turn = events[0] if isinstance(events[0], Turn) else None
         number = 0 if turn is None else turn.microbatch
         programs = self.variants[min(number, len(self.variants) - 1)]
         envs = self.envs if turn is None else self._envs_of(turn)
-        for messages in zip(*(_arriving(p, event) for p in programs), strict=True):
-            if (messages[0].number, number) not in mail:
-                return False
+        if any((m.number, number) not in mail for m in _arriving(programs[0], events[0])):
+            return False
         for rank, (program, env) in enumerate(zip(programs, envs, strict=True)):
-            for message in _arriving(program, event):
+            for message in _arriving(program, events[rank]):
                 env[message.ref] = mail[message.number, number].pop(rank)
                 assert tuple(env[message.ref].shape) == message.local_type.shape
         if turn is None and self.at >= self.first_turn:
             for env, total in zip(self.envs, self.totals, strict=True):
                 env.update(total)
-        run_instructions([_part(p, event) for p in programs], envs)
+        run_instructions([_part(p, e) for p, e in zip(programs, events, strict=True)], envs)
         for rank, (program, env) in enumerate(zip(programs, envs, strict=True)):
-            for message in _leaving(program, event):
+            for message in _leaving(program, events[rank]):
                 mail.setdefault((message.number, number), {})[rank] = env[message.ref]
         if turn is not None:
             self._end(turn, programs, envs)
@@ -182,14 +186,6 @@ def _part(program: Program, event: Segment | Turn) -> Program:
     else:
         chosen = tuple(i for i in program.instructions if (i.section, i.chunk) == event[:2])
     return replace(program, instructions=chosen)
-
-
-def _add_up(program: Program, env: Env, total: dict[Ref, torch.Tensor]) -> None:
-    for instruction in program.instructions:
-        if instruction.op == ACCUMULATE:
-            ref = instruction.operands[0]
-            seen = total.get(ref)
-            total[ref] = env[ref] if seen is None else seen + env[ref]
 
 
 def _section(program: Program, section: Section) -> Program:

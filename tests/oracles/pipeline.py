@@ -137,7 +137,7 @@ def lanes_of(
             pipeline.transfers,
             splits_backward=schedule_named(schedule).splits_backward,
         )
-        return on_one_rank(programs, held)
+        return on_one_rank(analysis.graph, programs, held)
 
     return [
         (

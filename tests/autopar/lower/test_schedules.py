@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,6 +29,7 @@ from cost_models.cluster import Cluster
 from tests.oracles import models
 from tests.oracles.models import Built
 from tests.oracles.pipeline import assert_pipeline_exact, lanes_of, values_of
+from tests.oracles.random_plans import random_stage
 from tests.oracles.wire import run_stages
 
 MODELS: dict[str, Callable[[], Built]] = {
@@ -121,6 +124,29 @@ def test_every_schedule_is_exact(
         assert lane.most_live <= bound
         parts = {i.section for p in lane.variants[0] for i in p.instructions}
         assert (Section.WEIGHT_GRADIENT in parts) <= spec.splits_backward
+
+
+SEEDS = [pytest.param(seed, marks=() if seed < 6 else pytest.mark.large) for seed in range(60)]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_plans_cuts_and_recompute_are_exact(seed: int) -> None:
+    draw = random.Random(seed)
+    name = draw.choice(list(MODELS))
+    mesh = draw.choice((ONE, Mesh(("a",), (2,)), Mesh(("a", "b"), (2, 2))))
+    count = draw.choice((1, 2, 4, UNEVEN))
+    built, captured, analysis, _ = subject(name, ONE.with_time(count))
+    whole = random_stage(analysis, mesh.with_time(count), seed)
+    forward = [n.name for n in whole.nodes if analysis.graph.by_name[n.name].phase == "forward"]
+    again = [node for node in forward if draw.random() < draw.choice((0.0, 0.5))]
+    whole = replace(whole, recomputed=tuple(again))
+    schedule = draw.choice([n for n, s in SCHEDULES.items() if not s.whole_rounds or count == 4])
+    spec, stages = SCHEDULES[schedule], draw.choice((2, 4))
+    chunks = stages * spec.least_chunks
+    places = draw.sample(range(1, len(forward_order(analysis))), chunks - 1)
+    lanes = [spec.lane_of_chunk(chunk, stages) for chunk in range(chunks)]
+    pipeline = split_stages(analysis, whole, sorted(places), lanes)
+    assert_pipeline_exact(*built, analysis, pipeline, captured, schedule)
 
 
 def running(name: str, schedule: str, stages: int, count: int) -> Any:
