@@ -45,7 +45,7 @@ from autopar.search.build import (
     describe_mesh,
     with_reruns,
 )
-from autopar.search.intra import least_bytes, solve
+from autopar.search.intra import fits, least_bytes, solve
 from autopar.search.outer import meshes
 from autopar.search.problem import Solution
 from autopar.search.stages import Pipeline
@@ -353,6 +353,7 @@ class _Search:
         found = [
             solve(own, time_limit_s=time_limit_s, gap=NEAR)
             for own in (problem, replace(problem, values=fewer))
+            if not fits(own, unbound)
         ]
         return (unbound, *(solution for solution in found if solution.choice))
 

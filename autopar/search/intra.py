@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -224,6 +224,10 @@ _WANTED = mathopt.ModelSolveParameters(
 ).to_proto()
 """Of a result only the values that are not zero are read; the rest would be copied for nothing."""
 
+_BRANCHING = {"parallel": "off"}
+_ALONE = {"parallel": "off", "presolve": "off"}
+"""Options of the solver. A relaxation is solved faster than it is presolved."""
+
 _PROVEN = (
     result_pb2.TERMINATION_REASON_INFEASIBLE,
     result_pb2.TERMINATION_REASON_INFEASIBLE_OR_UNBOUNDED,
@@ -239,7 +243,7 @@ def _run(program: _Program, deadline: float, gap: float, *, relaxed: bool) -> _O
     parameters = mathopt.SolveParameters(
         time_limit=datetime.timedelta(seconds=max(deadline - time.perf_counter(), 1.0)),
         relative_gap_tolerance=gap,
-        highs=highs_pb2.HighsOptionsProto(string_options={"parallel": "off"}),
+        highs=highs_pb2.HighsOptionsProto(string_options=_ALONE if relaxed else _BRANCHING),
     )
     result = solver.solve(
         _proto(program, relaxed=relaxed),
@@ -447,6 +451,34 @@ def least_bytes(problem: Problem, *, time_limit_s: float = 60.0) -> float:
     _add_memory(program, replace(problem, memory_limit_bytes=problem.fixed_bytes), columns, most)
     outcome = _run(program, time.perf_counter() + time_limit_s, GAP, relaxed=True)
     return outcome.objective * 2**30 + problem.fixed_bytes
+
+
+def fits(problem: Problem, solution: Solution) -> bool:
+    """Whether a solution of a problem with other bytes is within this one's limit, moments apart.
+
+    If it is optimal there, and all but bytes is the same, it is optimal here too.
+    """
+    if problem.memory_limit_bytes is None:
+        return True
+    resident = problem.fixed_bytes
+    gradients = saved = 0.0
+    for number, node in enumerate(problem.nodes):
+        for choice, share in _shared(solution.choice_shares, number, solution.choice[number]):
+            resident += share * node.resident_bytes[choice]
+            gradients += share * node.gradient_bytes[choice]
+    for number, value in enumerate(problem.values):
+        own: dict[int, float] = {}
+        if value.persistent:
+            maker = value.producer
+            for choice, share in _shared(solution.choice_shares, maker, solution.choice[maker]):
+                own[value.gives[choice]] = own.get(value.gives[choice], 0.0) + share
+        for layout, share in _shared(solution.kept_shares, number, solution.kept[number]):
+            saved += max(0.0, share - own.get(layout, 0.0)) * value.kept_bytes[layout]
+    return resident + max(saved, gradients) <= problem.memory_limit_bytes
+
+
+def _shared(shares: Mapping[int, Shares], number: int, only: int | None) -> Shares:
+    return shares.get(number, () if only is None else ((only, 1.0),))
 
 
 def _add_memory(
