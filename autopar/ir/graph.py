@@ -134,6 +134,7 @@ class Node:
         source: Where it comes from.
         target: For ``SOURCE_OPS``: the parameter's or buffer's name, the input's path, the
             constant's name, ``key`` for the key of random ops. Empty otherwise.
+        operands: Every value it reads, in the order of args then kwargs, nested tuples flattened.
     """
 
     name: str
@@ -144,13 +145,10 @@ class Node:
     phase: Phase = Phase.FORWARD
     source: Source = Source()
     target: str = ""
+    operands: tuple[Ref, ...] = field(init=False, compare=False, repr=False)
 
-    @property
-    def operands(self) -> tuple[Ref, ...]:
-        """Every value it reads, in the order of args then kwargs, nested tuples flattened."""
-        found = [ref for arg in self.args for ref in refs_in(arg)]
-        found += [ref for _, arg in self.kwargs for ref in refs_in(arg)]
-        return tuple(found)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "operands", read_by(self.args, self.kwargs))
 
     def kwarg(self, name: str, default: Arg = None) -> Arg:
         for key, value in self.kwargs:
@@ -160,6 +158,17 @@ class Node:
 
     def arg(self, position: int, default: Arg = None) -> Arg:
         return self.args[position] if position < len(self.args) else default
+
+
+def read_by(args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], ...]) -> tuple[Ref, ...]:
+    """Every value in arguments, in order, nested tuples flattened."""
+    found: list[Ref] = []
+    for arg in (*args, *(arg for _, arg in kwargs)):
+        if isinstance(arg, Ref):
+            found.append(arg)
+        elif isinstance(arg, tuple):
+            found += refs_in(arg)
+    return tuple(found)
 
 
 def refs_in(arg: Arg) -> tuple[Ref, ...]:

@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 
-from autopar.ir.graph import Arg, Phase, Ref, TensorType, refs_in
+from autopar.ir.graph import Arg, Phase, Ref, TensorType, read_by
 from autopar.ir.sharding import Mesh, Sharding
 
 ALL_REDUCE = "autopar.all_reduce"
@@ -79,6 +79,7 @@ class Instruction:
         purpose: For collectives: ``parameters``, ``gradients`` or ``activations``.
         section: When it runs, in a program of several microbatches.
         chunk: Chunk of the model it is of, in a pipeline.
+        operands: Every value it reads, in order.
     """
 
     name: str
@@ -93,12 +94,10 @@ class Instruction:
     purpose: str = ""
     section: Section = Section.FORWARD
     chunk: int = 0
+    operands: tuple[Ref, ...] = field(init=False, compare=False, repr=False)
 
-    @property
-    def operands(self) -> tuple[Ref, ...]:
-        found = [ref for arg in self.args for ref in refs_in(arg)]
-        found += [ref for _, arg in self.kwargs for ref in refs_in(arg)]
-        return tuple(found)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "operands", read_by(self.args, self.kwargs))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

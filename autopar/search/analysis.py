@@ -21,6 +21,10 @@ Pieces = Mapping[str, Mapping[str, frozenset[tuple[int, int]]]]
 """Node to factor to pieces (outer, size) of it."""
 
 
+Readers = Mapping[tuple[object, ...], tuple[str, Ref]]
+"""(class, port) of every reader of a value to (reading node, value as it reads it)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Analysis:
     """A captured step, analysed.
@@ -31,6 +35,7 @@ class Analysis:
         aliases: Every view resolved to its root.
         folding: Classes of repeated nodes.
         copies: Their blocks, copy by copy.
+        read: Values that are read, those of one class and with the same readers together.
         cuts: Where factors may be cut.
         batch: Pieces that come from the batch dim of the inputs.
         sequence: Pieces that come from the sequence dim of the inputs.
@@ -47,6 +52,7 @@ class Analysis:
     aliases: Mapping[Ref, Alias]
     folding: Folding
     copies: Copies
+    read: tuple[tuple[tuple[Ref, ...], Readers], ...]
     cuts: Pieces
     batch: Pieces
     sequence: Pieces
@@ -89,6 +95,7 @@ def analyse(
         aliases=aliases,
         folding=folding,
         copies=find_copies(graph, aliases, folding),
+        read=_read(graph, aliases, folding),
         cuts=cut_sets(graph, rules),
         batch=batch,
         sequence=trace_factor(graph, rules, _starts(graph, 1)),
@@ -114,6 +121,33 @@ def _rules(graph: Graph, extra: Mapping[str, RuleMaker]) -> Mapping[str, Rule]:
             rule = made[key] = rule_for(node, types, extra)
         rules[node.name] = rule
     return rules
+
+
+def _read(
+    graph: Graph, aliases: Mapping[Ref, Alias], folding: Folding
+) -> tuple[tuple[tuple[Ref, ...], Readers], ...]:
+    """Values with their readers, by class; a parameter reads its gradient."""
+    found: dict[Ref, dict[tuple[object, ...], tuple[str, Ref]]] = {}
+
+    def add(key: tuple[object, ...], reader: str, ref: Ref) -> None:
+        root = aliases[ref].root if ref in aliases else ref
+        found.setdefault(root, {})[key] = (reader, ref)
+
+    of = folding.of
+    for node in graph.nodes:
+        if node.name in of:
+            for port, ref in enumerate(node.operands):
+                add((of[node.name], port), node.name, ref)
+    names = {n.target: n.name for n in graph.sources(PARAMETER)}
+    for name, ref in graph.gradients.items():
+        add((of[names[name]], "gradient"), names[name], ref)
+    results = [] if graph.loss is None else [graph.loss]
+    for ref in (*results, *(r for _, r in graph.aux), *graph.mutations.values()):
+        add(("result", str(ref)), "", ref)
+    groups: dict[object, list[Ref]] = {}
+    for root, ports in found.items():
+        groups.setdefault((of[root.node], root.index, frozenset(ports)), []).append(root)
+    return tuple((tuple(group), found[group[0]]) for group in groups.values())
 
 
 def _starts(graph: Graph, behind: int) -> Mapping[Ref, tuple[int, int, int]]:

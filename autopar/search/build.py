@@ -41,7 +41,7 @@ from autopar.ir.sharding import (
 )
 from autopar.plan.records import NodePlan, ParameterPlan, StagePlan
 from autopar.rules.strategies import Strategy, strategies
-from autopar.search.analysis import Analysis
+from autopar.search.analysis import Analysis, Readers
 from autopar.search.problem import (
     Again,
     Arc,
@@ -293,50 +293,22 @@ class _Builder:
 
     def values(self) -> tuple[tuple[Value, ...], list[tuple[Ref, ...]], list[_Layouts]]:
         """The value classes, their members and their layouts."""
-        readers = self._readers()
-        members: dict[object, list[Ref]] = {}
-        for root, ports in readers.items():
-            key = (self._class_of(root.node), root.index, frozenset(ports))
-            members.setdefault(key, []).append(root)
         values, roots, layouts = [], [], []
-        for group in members.values():
-            made = self._value(group, readers[group[0]])
+        for group, readers in self.analysis.read:
+            made = self._value(group, readers)
             if made is not None:
                 values.append(made[0])
                 layouts.append(made[1])
-                roots.append(tuple(group))
+                roots.append(group)
         return tuple(values), roots, layouts
 
     def _class_of(self, name: str) -> int:
         return self.analysis.folding.of[name]
 
-    def _readers(self) -> dict[Ref, dict[tuple[object, ...], tuple[str, Ref]]]:
-        """For every root: (class, port) to (reading node, value as it reads it)."""
-        found: dict[Ref, dict[tuple[object, ...], tuple[str, Ref]]] = {}
-        for node in self.graph.nodes:
-            if node.op in SOURCE_OPS or Ref(node.name) in self.analysis.aliases:
-                continue
-            for port, ref in enumerate(node.operands):
-                root = self.analysis.root(ref).root
-                key = (self._class_of(node.name), port)
-                found.setdefault(root, {})[key] = (node.name, ref)
-        names = {n.target: n.name for n in self.graph.sources(PARAMETER)}
-        for name, ref in self.graph.gradients.items():
-            root = self.analysis.root(ref).root
-            owner = names[name]
-            found.setdefault(root, {})[(self._class_of(owner), "gradient")] = (owner, ref)
-        results = [] if self.graph.loss is None else [self.graph.loss]
-        results += [ref for _, ref in self.graph.aux]
-        results += list(self.graph.mutations.values())
-        for ref in results:
-            root = self.analysis.root(ref).root
-            found.setdefault(root, {})[("result", str(ref))] = ("", ref)
-        return found
-
     def _value(
         self,
         group: Sequence[Ref],
-        readers: Mapping[tuple[object, ...], tuple[str, Ref]],
+        readers: Readers,
     ) -> tuple[Value, _Layouts] | None:
         root = group[0]
         node = self.graph.by_name[root.node]
@@ -494,7 +466,7 @@ class _Builder:
         by_name = self.graph.by_name
         return {n for n in names if any(below(p, by_name[n].source.module) for p in patterns)}
 
-    def moments(self, roots: Sequence[Sequence[Ref]]) -> tuple[Moment, ...]:
+    def moments(self, roots: Sequence[tuple[Ref, ...]]) -> tuple[Moment, ...]:
         """Places of the backward at which memory is counted."""
         index = {ref: number for number, group in enumerate(roots) for ref in group}
         recompute = self.recompute
@@ -504,12 +476,12 @@ class _Builder:
         self,
         recompute: Recompute,
         at: int,
-        roots: Sequence[Sequence[Ref]],
+        roots: Sequence[tuple[Ref, ...]],
         index: Mapping[Ref, int],
     ) -> Moment:
         kept = []
         for number, group in enumerate(roots):
-            if count := sum(recompute.is_kept(ref, at) for ref in group):
+            if count := recompute.kept(group, at):
                 kept.append((number, count / len(group)))
         held: dict[int, tuple[float, ...]] = {}
         needed, through = set(), []

@@ -215,10 +215,18 @@ class Recompute:
             for key, lives in found.items()
         }
 
-    def is_kept(self, ref: Ref, moment: int) -> bool:
-        """Whether what is kept of a value is held at a moment, beside what passes."""
-        made, last = self._lives.get(ref, (NEVER, NEVER))
-        return made <= moment <= self.last_read(ref) and not made <= moment <= last
+    def kept(self, group: tuple[Ref, ...], moment: int) -> int:
+        """Of how many values what is kept is held at a moment, beside what passes."""
+        if group not in self._spans:
+            spans = [(*self._lives.get(r, (NEVER, NEVER)), self.last_read(r)) for r in group]
+            self._spans[group] = np.array(spans).T
+        made, last, until = self._spans[group]
+        return int(np.count_nonzero((made <= moment) & (last < moment) & (moment <= until)))
+
+    @cached_property
+    def _spans(self) -> dict[tuple[Ref, ...], NDArray[np.int64]]:
+        """Where values are made, last read in that phase and last read at all, as asked for."""
+        return {}
 
     @cached_property
     def _lives(self) -> Mapping[Ref, tuple[int, int]]:
