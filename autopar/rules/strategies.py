@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from autopar.ir.graph import Graph, Ref, TensorType
 from autopar.ir.sharding import (
@@ -253,22 +254,17 @@ def needs_expansion(rule: Rule, strategy: Strategy, mesh: Mesh) -> bool:
 # Cuts of a whole graph: dims of values and factors of nodes exchange the pieces they know.
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a factor lies in a dim: ``before`` places outside it, ``own`` in it."""
-
-    dim: int
-    before: int
-    own: int
+_Near = Mapping[int, Mapping[tuple[int, int], None]]
+"""For classes, (other class, places before it), in order."""
 
 
-class _Dims:
+class Dims:
     """Classes of dims and factors that are the same index, and how merged ones contain others.
 
     A dim that is one factor belongs to the factor's class; only merged dims link two classes.
     """
 
-    def __init__(self, graph: Graph, rules: Mapping[str, Rule], *, through_whole: bool) -> None:
+    def __init__(self, graph: Graph, rules: Mapping[str, Rule]) -> None:
         self.parent: list[int] = []
         self.size: list[int] = []
         self.first_dim: dict[Ref, int] = {}
@@ -281,7 +277,7 @@ class _Dims:
             rule = rules.get(node.name)
             if rule is not None:
                 values = node.operands + tuple(Ref(node.name, i) for i in range(len(node.outputs)))
-                self._join(node.name, rule, values, through_whole)
+                self._join(node.name, rule, values)
 
     def _add(self, sizes: Sequence[int]) -> int:
         first = len(self.parent)
@@ -289,34 +285,30 @@ class _Dims:
         self.size.extend(sizes)
         return first
 
-    def _join(self, name: str, rule: Rule, values: Sequence[Ref], through_whole: bool) -> None:
+    def _join(self, name: str, rule: Rule, values: Sequence[Ref]) -> None:
         own: dict[str, int] = {}
         for ref, dims in zip(values, rule.operands + rule.outputs, strict=True):
             first = self.first_dim[ref]
             for at, dim in enumerate(dims):
                 if len(dim) == 1:
-                    self._one(rule, own, dim[0], first + at, through_whole)
+                    self._one(rule, own, dim[0], first + at)
                 elif dim:
-                    self._merged(rule, own, dim, first + at, through_whole)
+                    self._merged(rule, own, dim, first + at)
         self.factors[name] = own
 
-    def _one(
-        self, rule: Rule, own: dict[str, int], factor: str, dim: int, through_whole: bool
-    ) -> None:
-        if factor in rule.whole and not through_whole:
+    def _one(self, rule: Rule, own: dict[str, int], factor: str, dim: int) -> None:
+        if factor in rule.whole:
             return
         if factor in own:
             self._unite(own[factor], dim)
         else:
             own[factor] = dim
 
-    def _merged(
-        self, rule: Rule, own: dict[str, int], dim: tuple[str, ...], at: int, through_whole: bool
-    ) -> None:
+    def _merged(self, rule: Rule, own: dict[str, int], dim: tuple[str, ...], at: int) -> None:
         before = 1
         for factor in dim:
             size = rule.sizes[factor]
-            if factor not in rule.whole or through_whole:
+            if factor not in rule.whole:
                 if factor not in own:
                     own[factor] = self._add((size,))
                 self.links.append((at, own[factor], before))
@@ -336,12 +328,7 @@ class _Dims:
 
     def spread(self, start: Iterable[tuple[int, Cut]], limit: int) -> dict[int, dict[Cut, None]]:
         """Every class's cuts, from the first ones, through the links to a fixpoint."""
-        inner: dict[int, dict[tuple[int, int], None]] = {}
-        outer: dict[int, dict[tuple[int, int], None]] = {}
-        for merged, part, before in self.links:
-            a, b = self.find(merged), self.find(part)
-            inner.setdefault(a, {})[(b, before)] = None
-            outer.setdefault(b, {})[(a, before)] = None
+        inner, outer = self._links
         known: dict[int, dict[Cut, None]] = {}
         queue = deque((self.find(dim), cut) for dim, cut in start)
         while queue:
@@ -358,10 +345,29 @@ class _Dims:
                 queue.append((merged, (cut[0] * before, cut[1])))
         return known
 
+    @cached_property
+    def _links(self) -> tuple[_Near, _Near]:
+        """Classes of the factors in a class of merged dims, and of the dims around a factor."""
+        inner: dict[int, dict[tuple[int, int], None]] = {}
+        outer: dict[int, dict[tuple[int, int], None]] = {}
+        for merged, part, before in self.links:
+            a, b = self.find(merged), self.find(part)
+            inner.setdefault(a, {})[(b, before)] = None
+            outer.setdefault(b, {})[(a, before)] = None
+        return inner, outer
+
     def by_node(self, known: Mapping[int, Mapping[Cut, None]]) -> dict[str, dict[str, Cuts]]:
         shared = {at: frozenset(cuts) for at, cuts in known.items()}
         return {
-            name: {f: shared.get(self.find(dim), _NO_CUTS) for f, dim in own.items()}
+            name: {f: shared.get(at, _NO_CUTS) for f, at in own.items()}
+            for name, own in self._found.items()
+        }
+
+    @cached_property
+    def _found(self) -> Mapping[str, Mapping[str, int]]:
+        """Class of every factor of every node."""
+        return {
+            name: {f: self.find(dim) for f, dim in own.items()}
             for name, own in self.factors.items()
         }
 
@@ -375,7 +381,10 @@ def _inside(cut: Cut, before: int, own: int) -> Cut | None:
 
 
 def cut_sets(
-    graph: Graph, rules: Mapping[str, Rule], limit: int = MAX_CUTS
+    graph: Graph,
+    rules: Mapping[str, Rule],
+    limit: int = MAX_CUTS,
+    dims: Dims | None = None,
 ) -> dict[str, dict[str, Cuts]]:
     """Cuts of every factor of every node.
 
@@ -387,8 +396,9 @@ def cut_sets(
         graph: The captured step.
         rules: Rule of each node by name; nodes without one join nothing.
         limit: Cuts kept of one dim; the nearest in the graph come first.
+        dims: Of the graph, if they are known already.
     """
-    dims = _Dims(graph, rules, through_whole=False)
+    dims = dims or Dims(graph, rules)
     roots = [i for i in range(len(dims.parent)) if dims.find(i) == i and dims.size[i] > 1]
     known = dims.spread(((i, (1, dims.size[i])) for i in roots), limit)
     return dims.by_node(known)
@@ -399,6 +409,7 @@ def trace_factor(
     rules: Mapping[str, Rule],
     start: Mapping[Ref, tuple[int, int, int]],
     limit: int = MAX_CUTS,
+    dims: Dims | None = None,
 ) -> dict[str, dict[str, Cuts]]:
     """Pieces of factors that are the same index as given pieces of some values' dims.
 
@@ -411,8 +422,9 @@ def trace_factor(
         rules: Rule of each node by name.
         start: (dim, outer, size) of the piece of each value to start from.
         limit: Pieces kept of one dim.
+        dims: Of the graph, if they are known already.
     """
-    dims = _Dims(graph, rules, through_whole=False)
+    dims = dims or Dims(graph, rules)
     first = [
         (dims.first_dim[ref] + dim, (outer, size)) for ref, (dim, outer, size) in start.items()
     ]

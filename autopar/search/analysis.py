@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from autopar.ir.alias import Alias, resolve_aliases
 from autopar.ir.graph import INPUT, PARAMETER, SOURCE_OPS, Graph, Node, Ref, TensorType
 from autopar.rules.notation import Rule, RuleMaker
-from autopar.rules.strategies import cut_sets, trace_factor
+from autopar.rules.strategies import Dims, cut_sets, trace_factor
 from autopar.rules.table import rule_for
 from autopar.search.copies import Copies, find_copies
 from autopar.search.fold import Folding, fold, signature
@@ -85,7 +85,8 @@ def analyse(
     """
     rules = _rules(graph, extra or {})
     aliases = resolve_aliases(graph, lambda n: n.op not in SOURCE_OPS and rules[n.name].alias)
-    batch = trace_factor(graph, rules, _starts(graph, 0))
+    dims = Dims(graph, rules)
+    batch = trace_factor(graph, rules, _starts(graph, 0), dims=dims)
     data = _without(graph, lambda node: node.op == PARAMETER)
     folding = fold(graph, aliases, enabled=folded)
     looped = frozenset(name for name, pieces in batch.items() if pieces and name not in data)
@@ -96,10 +97,10 @@ def analyse(
         folding=folding,
         copies=find_copies(graph, aliases, folding),
         read=_read(graph, aliases, folding),
-        cuts=cut_sets(graph, rules),
+        cuts=cut_sets(graph, rules, dims=dims),
         batch=batch,
-        sequence=trace_factor(graph, rules, _starts(graph, 1)),
-        minor=_minor(graph, rules),
+        sequence=trace_factor(graph, rules, _starts(graph, 1), dims=dims),
+        minor=_minor(graph, rules, dims),
         steady=_without(graph, lambda node: node.op == PARAMETER or _is_floating_input(node)),
         data=data,
         looped=looped,
@@ -161,10 +162,10 @@ def _starts(graph: Graph, behind: int) -> Mapping[Ref, tuple[int, int, int]]:
     return found
 
 
-def _minor(graph: Graph, rules: Mapping[str, Rule]) -> Pieces:
+def _minor(graph: Graph, rules: Mapping[str, Rule], dims: Dims) -> Pieces:
     """Pieces of whole factors of heavy ops that are split in no heavy op."""
-    kept = _pieces_of_heavy(graph, rules, whole=True)
-    split = _pieces_of_heavy(graph, rules, whole=False)
+    kept = _pieces_of_heavy(graph, rules, dims, whole=True)
+    split = _pieces_of_heavy(graph, rules, dims, whole=False)
     return {
         name: {
             factor: pieces - split.get(name, {}).get(factor, frozenset())
@@ -175,7 +176,7 @@ def _minor(graph: Graph, rules: Mapping[str, Rule]) -> Pieces:
 
 
 def _pieces_of_heavy(
-    graph: Graph, rules: Mapping[str, Rule], *, whole: bool
+    graph: Graph, rules: Mapping[str, Rule], dims: Dims, *, whole: bool
 ) -> dict[str, dict[str, frozenset[tuple[int, int]]]]:
     """Pieces tied to whole dims, or to free dims, of the operands of ops that count FLOPs."""
     rounds: list[dict[Ref, tuple[int, int, int]]] = []
@@ -183,10 +184,10 @@ def _pieces_of_heavy(
         rule = rules.get(node.name)
         if rule is None or not rule.flops:
             continue
-        for ref, dims in zip(node.operands, rule.operands, strict=True):
+        for ref, read in zip(node.operands, rule.operands, strict=True):
             shape = graph.type_of(ref).shape
             chosen = [
-                d for d, f in enumerate(dims) if len(f) == 1 and (f[0] in rule.whole) == whole
+                d for d, f in enumerate(read) if len(f) == 1 and (f[0] in rule.whole) == whole
             ]
             for place, dim in enumerate(chosen):
                 while len(rounds) <= place:
@@ -194,7 +195,7 @@ def _pieces_of_heavy(
                 rounds[place].setdefault(ref, (dim, 1, shape[dim]))
     found: dict[str, dict[str, frozenset[tuple[int, int]]]] = {}
     for starts in rounds:
-        for name, factors in trace_factor(graph, rules, starts).items():
+        for name, factors in trace_factor(graph, rules, starts, dims=dims).items():
             own = found.setdefault(name, {})
             for factor, pieces in factors.items():
                 own[factor] = own.get(factor, frozenset()) | pieces
