@@ -38,29 +38,45 @@ def turns_of(
 
 
 def memory_turns(row: Row) -> tuple[Turn, ...]:
-    """Enough of a row for all that its ranks ever hold at once.
+    """The turns of the first few microbatches: as many as show all that the row ever holds at once.
 
     What is held while a turn runs depends on it, on the next one, whose messages may have come, on
     how many microbatches of every chunk are in which part of their way, and on which sums have
-    begun. The row is followed to the last turn at which that is new and not less than before; then
-    what has begun is finished, so that every value lives as long as in the whole row.
+    begun. As many microbatches are kept as leave, for every turn of the row, one that is alike and
+    holds no less.
     """
-    splits = any(turn.section is Section.WEIGHT_GRADIENT for turn in row)
-    state: _State = Counter()
-    seen: dict[tuple[object, ...], list[_State]] = {}
-    last = 0
-    for at, (section, chunk, _) in enumerate(row):
-        before = seen.setdefault((section, chunk, *(t[:2] for t in row[at + 1 : at + 2])), [])
-        if not any(_covers(other, state) for other in before):
-            before.append(state.copy())
-            last = at
-        _advance(state, section, chunk, splits)
-    begun = {turn.microbatch for turn in row[: last + 1]}
-    return tuple(turn for turn in row if turn.microbatch in begun)
+    wanted = _most_held(row)
+    microbatches = 1 + max((turn.microbatch for turn in row), default=0)
+    count = 0
+    while (count := count + 1 + count // 4) < microbatches:
+        some = tuple(turn for turn in row if turn.microbatch < count)
+        found = _most_held(some)
+        if all(
+            any(_covers(one, state) for one in found.get(turns, ()))
+            for turns, states in wanted.items()
+            for state in states
+        ):
+            return some
+    return tuple(row)
 
 
 _State = Counter[tuple[int, Section]]
-"""Microbatches by chunk and the last section they ran; 1 in the epilogue's place if sums began."""
+"""Microbatches by chunk and the last section they ran; for the epilogue how many parts of a
+backward have begun their sums."""
+
+
+def _most_held(row: Row) -> dict[tuple[object, ...], list[_State]]:
+    """For every kind of turn and next turn, the states in front of it that no other covers."""
+    splits = any(turn.section is Section.WEIGHT_GRADIENT for turn in row)
+    state: _State = Counter()
+    found: dict[tuple[object, ...], list[_State]] = {}
+    for at, (section, chunk, _) in enumerate(row):
+        own = found.setdefault((section, chunk, *(t[:2] for t in row[at + 1 : at + 2])), [])
+        if not any(_covers(other, state) for other in own):
+            own[:] = [other for other in own if not _covers(state, other)]
+            own.append(state.copy())
+        _advance(state, section, chunk, splits)
+    return found
 
 
 def _advance(state: _State, section: Section, chunk: int, splits: bool) -> None:
@@ -70,7 +86,8 @@ def _advance(state: _State, section: Section, chunk: int, splits: bool) -> None:
         return
     state[chunk, Section.FORWARD if section is Section.BACKWARD else Section.BACKWARD] -= 1
     state[chunk, Section.BACKWARD] += section is Section.BACKWARD and splits
-    state[chunk, Section.EPILOGUE] = 1
+    begun = 1 if section is Section.BACKWARD else 2
+    state[chunk, Section.EPILOGUE] = max(state[chunk, Section.EPILOGUE], begun)
 
 
 def _covers(one: _State, other: _State) -> bool:
