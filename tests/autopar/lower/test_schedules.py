@@ -127,7 +127,7 @@ def test_every_schedule_is_exact(
         assert (Section.WEIGHT_GRADIENT in parts) <= spec.splits_backward
 
 
-QUICK = (2, 4, 6, 10, 15, 29)
+QUICK = (0, 29, 44, 45)
 SEEDS = [pytest.param(seed, marks=() if seed in QUICK else pytest.mark.large) for seed in range(60)]
 
 
