@@ -1,19 +1,24 @@
 """Collectives started early and waited for late.
 
-Waits, and the views behind them, sink to the first instruction that reads the data; a reduction of
-gradients so runs beside the rest of the backward. A gather of a parameter starts one gather ahead
-of its use, so at most one gathered copy waits. Ranks with uneven pieces differ in what they read
-and copy; the order of collectives changes alike on all of them, since a gather moves behind
-another collective that is told by the node it is for.
+Waits, and the views behind them, sink to the first instruction that reads the data. A reduction of
+a gradient so runs beside the backward that follows; it is waited for when `IN_FLIGHT` later ones
+are issued, and what it reads is free. A gather of a parameter starts one gather ahead of its use,
+so at most one gathered copy waits. Ranks with uneven pieces differ in what they read and copy; the
+order of collectives changes alike on all of them, since a gather moves behind another collective
+that is told by the node it is for.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from autopar.ir.graph import Phase, Ref
 from autopar.lower.program import ALL_GATHER, COLLECTIVES, WAIT, Instruction, Program, Section
+
+IN_FLIGHT = 2
+"""Reductions of gradients that run at once; each holds the gradient that it reduces."""
 
 
 def overlap(program: Program) -> Program:
@@ -25,6 +30,7 @@ def overlap(program: Program) -> Program:
 def _sink_waits(instructions: Sequence[Instruction]) -> list[Instruction]:
     held: dict[str, Instruction] = {}
     found: list[Instruction] = []
+    reducing: deque[str] = deque()
 
     def release(name: str) -> None:
         instruction = held.pop(name, None)
@@ -38,6 +44,10 @@ def _sink_waits(instructions: Sequence[Instruction]) -> list[Instruction]:
         late = instruction.view and any(ref.node in held for ref in instruction.operands)
         if instruction.op == WAIT or late:
             held[instruction.name] = instruction
+            if instruction.op == WAIT and instruction.purpose == "gradients":
+                reducing.append(instruction.name)
+                if len(reducing) > IN_FLIGHT:
+                    release(reducing.popleft())
             continue
         for ref in instruction.operands:
             release(ref.node)

@@ -128,6 +128,7 @@ class _Lowering:
     stored_at: dict[Ref, Sharding] = field(default_factory=dict)
     inputs: list[ProgramInput] = field(default_factory=list)
     purposes: dict[Ref, str] = field(default_factory=dict)
+    gradients: dict[str, Ref] = field(default_factory=dict)
     late: frozenset[str] = frozenset()
     behind: dict[str, None] = field(default_factory=dict)
     recomputed: frozenset[str] = field(init=False)
@@ -173,11 +174,9 @@ class _Lowering:
             for name, ref in self.graph.aux
             if self._makes(ref)
         )
-        gradients_out = {}
-        for name, ref in self.graph.gradients.items():
-            if name in self.stored:
-                self._enter(name, Section.EPILOGUE)
-                gradients_out[name] = self._result(ref, self.stored[name])
+        for name in self.graph.gradients:
+            if name in self.stored and name not in self.gradients:
+                self._reduce_gradient(name)
         self._enter("buffers", Section.EPILOGUE)
         mutations = {
             name: self._result(ref, everything)
@@ -193,7 +192,7 @@ class _Lowering:
             instructions=self.build.instructions,
             loss=loss,
             aux=aux,
-            gradients=gradients_out,
+            gradients={n: self.gradients[n] for n in self.graph.gradients if n in self.gradients},
             mutations=mutations,
             sends=tuple(self.sends),
             receives=tuple(self.receives),
@@ -364,6 +363,7 @@ class _Lowering:
             self.behind[node.name] = None
         else:
             self._node(node)
+            self._reduce_gradients(node)
 
     def _made_in(self, root: Ref) -> Section:
         """Section of the node that makes a value."""
@@ -480,6 +480,27 @@ class _Lowering:
     def _result(self, ref: Ref, sharding: Sharding) -> Ref:
         """A value as the program returns it."""
         return self._need(ref, sharding, Section.EPILOGUE)
+
+    def _reduce_gradients(self, node: Node) -> None:
+        """Bring the gradients that a node completes into their stored shardings, at once.
+
+        So their reduction runs beside the rest of the backward, and what is not reduced is freed.
+        """
+        for name in self._completes.get(node.name, ()):
+            if name in self.stored:
+                self._reduce_gradient(name)
+
+    def _reduce_gradient(self, name: str) -> None:
+        self._enter(name, Section.EPILOGUE)
+        self.gradients[name] = self._result(self.graph.gradients[name], self.stored[name])
+
+    @cached_property
+    def _completes(self) -> Mapping[str, list[str]]:
+        """Node to the parameters whose gradients it is the last to add to."""
+        found: dict[str, list[str]] = {}
+        for name, ref in self.graph.gradients.items():
+            found.setdefault(self._root(ref).root.node, []).append(name)
+        return found
 
     def _need(self, ref: Ref, sharding: Sharding, section: Section) -> Ref:
         """The rank's piece of a value under a sharding, resharded where it has to be."""
