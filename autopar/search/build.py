@@ -64,6 +64,9 @@ from autopar.search.restrict import (
     zero_allows,
 )
 
+AGAIN_S = 1e-8
+"""What running again costs beside its seconds: what takes none is kept if that does no harm."""
+
 STEADY_BYTES = 1 << 22
 """Values of ids and positions up to this size are simply made whole on every rank."""
 
@@ -453,7 +456,12 @@ class _Builder:
                     name=names[0],
                     node=entry,
                     count=len(names),
-                    seconds=self._seconds(self.classes[number], self._strategies_of(number)),
+                    seconds=tuple(
+                        seconds + len(names) * AGAIN_S
+                        for seconds in self._seconds(
+                            self.classes[number], self._strategies_of(number)
+                        )
+                    ),
                     least=len(must) / len(names),
                     most=1.0 - len(may_not) / len(names),
                 )
