@@ -7,11 +7,11 @@ receives is there while the action before it runs, since its receive is posted t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from autopar.ir.graph import MICROBATCH_NUMBER, Const, Ref, replace_refs
+from autopar.ir.graph import MICROBATCH_NUMBER, Arg, Const, Ref, replace_refs
 from autopar.lower.program import (
     ACCUMULATE,
     LOOP,
@@ -190,18 +190,20 @@ def _sent(message: Message, made: set[str], number: int) -> Instruction:
 def _renamed(instruction: Instruction, made: set[str], number: int) -> Instruction:
     """An instruction of the loop in one microbatch."""
 
-    def own(refs: Sequence[Ref]) -> Iterator[Ref]:
-        return (Ref(f"{r.node}@{number}", r.index) if r.node in made else r for r in refs)
+    def own(arg: Arg) -> Arg:
+        if isinstance(arg, Ref):
+            return Ref(f"{arg.node}@{number}", arg.index) if arg.node in made else arg
+        if isinstance(arg, tuple):
+            return tuple(map(own, arg))
+        return number if isinstance(arg, Const) and arg == MICROBATCH_NUMBER else arg
 
-    refs = own(instruction.operands)
-    args = tuple(replace_refs(arg, refs) for arg in instruction.args)
-    kwargs = tuple((key, replace_refs(arg, refs)) for key, arg in instruction.kwargs)
+    args = tuple(map(own, instruction.args))
+    kwargs = tuple((key, own(arg)) for key, arg in instruction.kwargs)
     name = f"{instruction.name}@{number}"
     if instruction.op == MICROBATCH:
         start = int(str(args[1])) * number
         rows = (args[0], 1, start, start + int(str(args[2])))
         return replace(instruction, name=name, op="aten.slice.Tensor", args=rows, view=True)
-    args = tuple(number if arg == MICROBATCH_NUMBER else arg for arg in args)
     return replace(instruction, name=name, args=args, kwargs=kwargs)
 
 

@@ -45,6 +45,7 @@ from autopar.search.build import (
     describe_mesh,
     with_reruns,
 )
+from autopar.search.collection import no_collection
 from autopar.search.intra import fits, least_bytes, solve
 from autopar.search.outer import meshes
 from autopar.search.problem import Solution
@@ -116,6 +117,7 @@ class Candidate:
         return self.simulation.seconds + self.update_s
 
 
+@no_collection()
 def make_plan(analysis: Analysis, request: Request) -> Plan:
     """The fastest plan within memory that the hints allow.
 

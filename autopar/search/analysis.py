@@ -14,6 +14,7 @@ from autopar.ir.graph import INPUT, PARAMETER, SOURCE_OPS, Graph, Node, Ref, Ten
 from autopar.rules.notation import Rule, RuleMaker
 from autopar.rules.strategies import Dims, cut_sets, trace_factor
 from autopar.rules.table import rule_for
+from autopar.search.collection import no_collection
 from autopar.search.copies import Copies, find_copies
 from autopar.search.fold import Folding, fold, signature
 
@@ -70,6 +71,7 @@ class Analysis:
         return tuple(self.graph.type_of(ref) for ref in node.operands)
 
 
+@no_collection()
 def analyse(
     graph: Graph, extra: Mapping[str, RuleMaker] | None = None, *, folded: bool = True
 ) -> Analysis:
