@@ -182,3 +182,15 @@ def test_bars_are_proportional() -> None:
 def test_hints_show_what_they_fix() -> None:
     assert hint_text("Degrees(dp=2, tp=None, zero=3)") == "Degrees(dp=2, zero=3)"
     assert hint_text("Degrees(dp=None, tp=4)") == "Degrees(tp=4)"
+
+
+def test_chunks_of_a_stage_are_told_apart() -> None:
+    plan = llama(2)
+    stage, ranks = plan.stage, plan.mesh.num_ranks
+    later = replace(stage, parameters=(), first_rank=ranks)
+    chunks = (stage, later, later, replace(later, first_rank=0))
+    text = str(replace(plan, stages=chunks, schedule="zb-v", cluster_ranks=2 * ranks))
+    assert "2 of 2 chunks each, schedule zb-v" in text
+    assert f"values of chunk 2 on stage 1, from rank {ranks}" in text
+    two = str(replace(plan, stages=chunks[:2], schedule="gpipe", cluster_ranks=2 * ranks))
+    assert "2, schedule gpipe" in two and f"values of stage 1, from rank {ranks}" in two
