@@ -16,6 +16,7 @@ from autopar.errors import AutoparError
 
 if TYPE_CHECKING:
     from autopar.api import compile, plan
+    from autopar.capture.precision import Precision
     from autopar.cluster import Cluster
     from autopar.options import OptimizerSpec, Options
     from autopar.plan.records import Plan
@@ -29,6 +30,7 @@ __all__ = [
     "OptimizerSpec",
     "Options",
     "Plan",
+    "Precision",
     "clip_grad_norm_",
     "compile",
     "hint",
@@ -42,6 +44,7 @@ _PLACES = {
     "OptimizerSpec": "autopar.options:OptimizerSpec",
     "Options": "autopar.options:Options",
     "Plan": "autopar.plan.records:Plan",
+    "Precision": "autopar.capture.precision:Precision",
     "clip_grad_norm_": "autopar.runtime.clip:clip_grad_norm_",
     "compile": "autopar.api:compile",
     "load": "autopar.runtime.checkpoint:load",

@@ -19,15 +19,16 @@ from torch import nn
 
 from autopar.capture import Captured, capture_step
 from autopar.capture.cache import RememberedCaptures, stored_capture
+from autopar.capture.precision import Precision, check_held, dtype_of, precision_of
 from autopar.cost.node import axis_seconds
 from autopar.errors import AutoparError, PlanError, UnsupportedError
 from autopar.hint import Hint
-from autopar.ir.graph import KEY, Graph, Node, Ref
+from autopar.ir.graph import KEY, PARAMETER, Graph, Node, Ref
 from autopar.ir.sharding import Mesh
 from autopar.lower.chunks import lower_chunks, on_one_rank
 from autopar.lower.program import Program
 from autopar.lower.rows import turns_of
-from autopar.options import OptimizerSpec, Options, rules_by_op
+from autopar.options import ADAMW, OptimizerSpec, Options, rules_by_op
 from autopar.plan.check import check
 from autopar.plan.records import NodePlan, Plan
 from autopar.plan.serialize import from_json, to_json
@@ -57,7 +58,7 @@ def compile(
     *,
     loss: Loss | None = None,
     optimizer: Optimizer = None,
-    precision: str | None = None,
+    precision: Precision | str | None = None,
     hints: Sequence[Hint] = (),
     plan: Plan | str | PathLike[str] | None = None,
     init: Callable[[nn.Module], None] | None = None,
@@ -74,7 +75,9 @@ def compile(
         loss: ``loss(model, batch)`` returns a 0-d tensor or ``(loss, dict)``; by default the
             model's output if it is 0-d, else its ``loss``.
         optimizer: Class, ``functools.partial`` or `OptimizerSpec`, for the memory sum.
-        precision: None or ``"fp32"``: as the model is.
+        precision: An `autopar.Precision` or the name of one: ``"fp32"`` (stored and computed in
+            it), ``"bf16"`` (stored in fp32, computed in bf16, gradients summed in fp32) or
+            ``"zero_paper"``; None for the model as it is.
         hints: Restrictions, of ``autopar.hint``.
         plan: A plan or the path of one; nothing is searched then.
         init: Fills a model on meta; by default transformers' own, else every module's
@@ -89,11 +92,11 @@ def compile(
         cluster=cluster,
         loss=loss,
         spec=optimizer_spec(optimizer),
+        precision=_checked(precision, model, optimizer),
         hints=tuple(hints),
         init=init,
         options=options or Options(),
     )
-    check_precision(precision)
     session = open_session(_device_type(cluster), cluster.num_devices, job.options.timeout_s)
     given = None
     failed: Exception | None = None
@@ -116,7 +119,7 @@ def plan(
     *,
     loss: Loss | None = None,
     optimizer: Optimizer = None,
-    precision: str | None = None,
+    precision: Precision | str | None = None,
     hints: Sequence[Hint] = (),
     options: Options | None = None,
     recipe: str | None = None,
@@ -139,16 +142,16 @@ def plan(
         AutoparError: The subclass says what went wrong.
     """
     options = options or Options()
-    check_precision(precision)
+    casts = _checked(precision, model, optimizer)
     start = time.perf_counter()
 
     def capture() -> Captured:
-        return capture_step(model, batch, loss, grad=True)
+        return capture_step(model, batch, loss, grad=True, precision=casts)
 
     if recipe is None or loss is not None:
-        captured = _REMEMBERED.get(model, batch, loss, capture)
+        captured = _REMEMBERED.get(model, batch, loss, capture, casts)
     else:
-        captured = stored_capture(recipe, capture)
+        captured = stored_capture(recipe if precision is None else f"{recipe} {casts}", capture)
     capture_s = time.perf_counter() - start
     analysis = analyse(captured.graph, rules_by_op(options))
     request = Request(
@@ -156,7 +159,7 @@ def plan(
         fingerprint=captured.fingerprint,
         cluster=cluster,
         hints=tuple(hints),
-        state_bytes_per_element=optimizer_spec(optimizer).state_bytes,
+        optimizer=optimizer_spec(optimizer),
         time_limit_s=options.time_limit_s,
         memory_fraction=options.memory_fraction,
         capture_s=capture_s,
@@ -164,17 +167,15 @@ def plan(
     return make_plan(analysis, request)
 
 
-def check_precision(precision: str | None) -> None:
-    """Refuse what this version does not do.
+def _checked(given: Precision | str | None, model: nn.Module, optimizer: Optimizer) -> Precision:
+    """What a precision means for this model.
 
     Raises:
-        UnsupportedError: A precision other than the model's own.
+        UnsupportedError: It is none, or nothing could hold its gradients or states.
     """
-    if precision not in (None, "fp32"):
-        raise UnsupportedError(
-            f"cannot use precision {precision!r}: this version runs the model in its own dtypes; "
-            "cast the model, or use precision=None"
-        )
+    found = precision_of(given)
+    check_held(found, model, own_optimizer=isinstance(optimizer, OptimizerSpec))
+    return found
 
 
 def optimizer_spec(optimizer: Optimizer) -> OptimizerSpec:
@@ -184,7 +185,7 @@ def optimizer_spec(optimizer: Optimizer) -> OptimizerSpec:
         UnsupportedError: The class is not known and no spec was given.
     """
     if optimizer is None:
-        return OptimizerSpec()
+        return ADAMW
     if isinstance(optimizer, OptimizerSpec):
         return optimizer
     partial = (
@@ -208,7 +209,7 @@ def optimizer_spec(optimizer: Optimizer) -> OptimizerSpec:
             f"cannot tell the state of optimizer {getattr(kind, '__name__', kind)!r}: give "
             "autopar.OptimizerSpec(state_bytes=...) with its bytes a parameter element"
         )
-    return OptimizerSpec(state_bytes=4.0 * moments)
+    return OptimizerSpec(moments=moments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,6 +220,7 @@ class _Job:
     cluster: Cluster
     loss: Loss | None
     spec: OptimizerSpec
+    precision: Precision
     hints: tuple[Hint, ...]
     init: Callable[[nn.Module], None] | None
     options: Options
@@ -267,7 +269,13 @@ class _Compiler:
     def _capture(self, request: StepRequest) -> tuple[Captured, Analysis, float]:
         start = time.perf_counter()
         with _InMode(self.job.model, request.training, request.trainable):
-            captured = capture_step(self.job.model, request.batch, self.job.loss, grad=request.grad)
+            captured = capture_step(
+                self.job.model,
+                request.batch,
+                self.job.loss,
+                grad=request.grad,
+                precision=self.job.precision,
+            )
         capture_s = time.perf_counter() - start
         return captured, analyse(captured.graph, rules_by_op(self.job.options)), capture_s
 
@@ -292,7 +300,7 @@ class _Compiler:
             fingerprint=captured.fingerprint,
             cluster=self.job.cluster,
             hints=self.job.hints,
-            state_bytes_per_element=self.job.spec.state_bytes,
+            optimizer=self.job.spec,
             time_limit_s=options.time_limit_s,
             memory_fraction=options.memory_fraction,
             capture_s=capture_s,
@@ -371,6 +379,7 @@ class _Compiler:
             stored={
                 p.name: p.stored[: len(space.sizes)] for chunk in chunks for p in chunk.parameters
             },
+            dtypes={n.target: dtype_of(n.outputs[0]) for n in captured.graph.sources(PARAMETER)},
             aliases=captured.graph.aliases,
             groups=groups,
             coordinates=coordinates,
@@ -381,7 +390,7 @@ class _Compiler:
         if len(plan.stages) > 1:
             own = {p.name for chunk in chunks for p in chunk.parameters}
             state = _owned(state, own, captured.graph.aliases)
-        parallel.adopt(plan, groups, state, self.job.spec.state_bytes, seed=seed)
+        parallel.adopt(plan, groups, state, self.job.spec, seed=seed)
 
     def _seed(self) -> int:
         """The seed of the options, or rank 0's."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from autopar.ir.graph import DTYPE_BYTES
 from autopar.rules.notation import RuleMaker
 from autopar.rules.table import UserRule
 
@@ -16,10 +17,21 @@ class OptimizerSpec:
     Attributes:
         state_bytes: State of one parameter element, in bytes (AdamW in fp32: 8).
         step_transient_bytes: Bytes an element that the update needs for a moment.
+        moments: State tensors of the parameter's shape and dtype, as torch's optimizers make them
+            (AdamW: 2); None for ``state_bytes`` whatever the dtype.
     """
 
     state_bytes: float = 8.0
     step_transient_bytes: float = 0.0
+    moments: int | None = None
+
+    def element_bytes(self, dtype: str) -> float:
+        """State of one element of a parameter of this dtype, in bytes."""
+        return self.state_bytes if self.moments is None else self.moments * DTYPE_BYTES[dtype]
+
+
+ADAMW = OptimizerSpec(moments=2)
+"""torch's AdamW, which is planned for if no optimizer is named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

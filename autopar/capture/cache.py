@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.capture.precision import AS_IT_IS, Precision
 from autopar.capture.step import Captured, capture_key
 from autopar.ir.graph import Arg, Const, Graph, Node, Phase, Ref, Source, TensorType
 
@@ -218,6 +219,7 @@ def encode(captured: Captured) -> dict[str, Any]:
         "mutations": {name: ref(value) for name, value in graph.mutations.items()},
         "aliases": dict(graph.aliases),
         "batch_dims": dict(graph.batch_dims),
+        "summed": dict(graph.summed),
         "constants": {name: _tensor_out(value) for name, value in captured.constants.items()},
         "inputs": list(captured.inputs),
         "fingerprint": captured.fingerprint,
@@ -268,6 +270,7 @@ def decode(content: Mapping[str, Any]) -> Captured:
         mutations={name: ref(value) for name, value in content["mutations"].items()},
         aliases=content["aliases"],
         batch_dims=content["batch_dims"],
+        summed=content["summed"],
     )
     return Captured(
         graph=graph,
@@ -319,7 +322,12 @@ class RememberedCaptures:
         self._kept: OrderedDict[tuple[int, int], _Remembered] = OrderedDict()
 
     def get(
-        self, model: nn.Module, batch: Any, loss: object, make: Callable[[], Captured]
+        self,
+        model: nn.Module,
+        batch: Any,
+        loss: object,
+        make: Callable[[], Captured],
+        precision: Precision = AS_IT_IS,
     ) -> Captured:
         """The capture of a training step, made if there is none that holds.
 
@@ -328,16 +336,17 @@ class RememberedCaptures:
             batch: Global batch.
             loss: Function, or None.
             make: Captures.
+            precision: Casts that are part of the step.
         """
         if loss is not None and (not isinstance(loss, FunctionType) or loss.__closure__):
             return make()
-        key = (capture_key(model, batch, grad=True), tuple(_state(model)))
+        key = (capture_key(model, batch, grad=True), precision, tuple(_state(model)))
         at = (id(model), id(loss))
         kept = self._kept.get(at)
         if kept is None or kept.model() is not model or kept.key != key:
             made = make()
             # What the capture itself changes for good (lazy modules) is part of what holds.
-            key = (capture_key(model, batch, grad=True), tuple(_state(model)))
+            key = (capture_key(model, batch, grad=True), precision, tuple(_state(model)))
             kept = self._kept[at] = _Remembered(weakref.ref(model), loss, key, made)
         self._kept.move_to_end(at)
         for place, other in list(self._kept.items()):

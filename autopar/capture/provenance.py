@@ -35,6 +35,7 @@ class Provenance:
         self._by_number: dict[int, Source] = {}
         self._last = Source()
         self._failed: tuple[BaseException | None, str] = (None, "")
+        self._module: str | None = None
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -58,6 +59,15 @@ class Provenance:
         if error is not None and error is not self._failed[0]:
             self._failed = (error, self._running[-1])
         self._running.pop()
+
+    @contextmanager
+    def inside(self, path: str) -> Iterator[None]:
+        """Ops that no line of the user's program asks for, made for the module of this path."""
+        self._module = path
+        try:
+            yield
+        finally:
+            self._module = None
 
     def path(self) -> str:
         """Path of the module that runs."""
@@ -83,13 +93,16 @@ class Provenance:
             if found is not None:
                 self._last = found
             return self._last
-        key = (self._running[-1], self._line())
+        key = (self._module, "") if self._module is not None else self._place()
         source = self._sources.get(key)
         if source is None:
             source = self._sources[key] = Source(*key)
         self._last = source
         self._by_number.setdefault(torch._C._autograd._get_sequence_nr() - 1, source)
         return source
+
+    def _place(self) -> tuple[str, str]:
+        return self._running[-1], self._line()
 
     def between_nodes(self) -> Source:
         """Source of an op that autograd runs between two of its nodes: that of the last one."""
@@ -98,7 +111,7 @@ class Provenance:
         return self.now()
 
     def _line(self) -> str:
-        frame: FrameType | None = sys._getframe(2)
+        frame: FrameType | None = sys._getframe(3)
         while frame is not None:
             name = self._users_file_of(frame.f_code)
             if name:

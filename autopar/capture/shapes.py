@@ -51,9 +51,9 @@ class Shapes:
             found = self._layouts[id(tensor)] = _layout(tensor)
         return found
 
-    def like(self, tensor: Tensor) -> FakeTensor:
-        """A fake tensor of the same shape, strides and dtype, without history."""
-        return self._fake((tensor.shape, tensor.stride(), tensor.dtype, 0), None)
+    def like(self, tensor: Tensor, dtype: torch.dtype | None = None) -> FakeTensor:
+        """A fake tensor of the same shape, strides and, if no other is given, dtype."""
+        return self._fake((tensor.shape, tensor.stride(), dtype or tensor.dtype, 0), None)
 
     def forget(self, tensors: Any) -> None:
         """These tensors may have changed their layout."""

@@ -22,6 +22,7 @@ from autopar.capture.draws import Draws
 from autopar.capture.functionalize import functionalize
 from autopar.capture.intercept import Intercept
 from autopar.capture.masks import mask_rewrites
+from autopar.capture.precision import AS_IT_IS, Precision, casting, with_precision
 from autopar.capture.provenance import Provenance
 from autopar.capture.random import make_key
 from autopar.capture.recorder import Recorder
@@ -32,7 +33,7 @@ from autopar.capture.simplify import finish, simplify
 from autopar.capture.substitute import Leaves, substituted
 from autopar.capture.tape import Tape
 from autopar.errors import AutoparError, CaptureError
-from autopar.ir.graph import BUFFER, CONSTANT, INPUT, KEY, PARAMETER, Graph, Phase, Ref
+from autopar.ir.graph import BUFFER, CONSTANT, INPUT, KEY, PARAMETER, Graph, Phase, Ref, Source
 
 Loss = Callable[[nn.Module, Any], Any]
 """``loss(model, batch)``: a 0-d tensor, or that and a dict of further results."""
@@ -83,7 +84,14 @@ class _Results:
         )
 
 
-def capture_step(model: nn.Module, batch: Any, loss: Loss | None = None, *, grad: bool) -> Captured:
+def capture_step(
+    model: nn.Module,
+    batch: Any,
+    loss: Loss | None = None,
+    *,
+    grad: bool,
+    precision: Precision = AS_IT_IS,
+) -> Captured:
     """The training step of a model as a graph.
 
     The model runs once on fake tensors: it may be of any size and on any device, meta included,
@@ -95,6 +103,7 @@ def capture_step(model: nn.Module, batch: Any, loss: Loss | None = None, *, grad
             tensor; its values do not matter.
         loss: Computes the loss; by default the model's output if 0-d, else its ``loss``.
         grad: With the backward, or the forward alone under ``no_grad``.
+        precision: Casts that become part of the step.
 
     Raises:
         CaptureError: The step is no fixed graph, or has no loss.
@@ -102,7 +111,8 @@ def capture_step(model: nn.Module, batch: Any, loss: Loss | None = None, *, grad
     """
     paths, tensors, _ = flatten_batch(batch)
     with _no_collection():
-        tape, results, aliases = _record(model, batch, loss or default_loss, grad=grad)
+        program = _Program(model, loss or default_loss, precision, grad)
+        tape, results, aliases = _record(program, batch)
         rewrites = {**REWRITES, **mask_rewrites(tape.constants)}
         drafts, refs = simplify(tape.steps, results.refs(), rewrites)
         nodes, refs = finish(drafts, refs)
@@ -116,20 +126,34 @@ def capture_step(model: nn.Module, batch: Any, loss: Loss | None = None, *, grad
             aliases=aliases,
             batch_dims=batch_dims(paths, tensors),
         )
+        graph = with_precision(graph, precision)
         used = {node.target for node in graph.sources(CONSTANT)}
         constants = {name: value for name, value in tape.constants.items() if name in used}
         text = fingerprint(graph, constants)
     return Captured(graph=graph, constants=constants, inputs=paths, fingerprint=text)
 
 
-def _record(
-    model: nn.Module, batch: Any, loss: Loss, *, grad: bool
-) -> tuple[Tape, _Results, Mapping[str, str]]:
+@dataclass(frozen=True, slots=True)
+class _Program:
+    """What is captured, and whether with its backward."""
+
+    model: nn.Module
+    loss: Loss
+    precision: Precision
+    grad: bool
+
+
+def _record(program: _Program, batch: Any) -> tuple[Tape, _Results, Mapping[str, str]]:
     """A functional tape of the step, its results, and the second names of tied tensors."""
     paths, tensors, _ = flatten_batch(batch)
+    model = program.model
     shapes, tape, provenance = Shapes(), Tape(), Provenance(model)
 
-    with substituted(model, shapes) as leaves, shapes.fake_mode, _plain_torch():
+    with (
+        substituted(model, shapes, program.precision) as leaves,
+        shapes.fake_mode,
+        _plain_torch(),
+    ):
         draws = Draws(shapes.like(make_key(0, 0)), provenance.path)
         decompositions = {**DECOMPOSITIONS, **draws.table()}
 
@@ -139,8 +163,8 @@ def _record(
         fakes = [shapes.like(t).requires_grad_(t.requires_grad) for t in tensors]
         _enter(tape, leaves, paths, fakes)
         tape.add_source(KEY, KEY, draws.key)
-        run = _Run(model, loss, leaves, recorder_for(tape), provenance, draws)
-        results = run.step(unflatten_batch(batch, fakes), grad=grad)
+        run = _Run(program, leaves, recorder_for(tape), provenance, draws)
+        results = run.step(unflatten_batch(batch, fakes))
         if not tape.mutated:
             return tape, results, leaves.aliases
         functional, refs, written = functionalize(tape, results.refs(), recorder_for)
@@ -197,6 +221,8 @@ def fingerprint(graph: Graph, constants: Mapping[str, Tensor]) -> str:
     for results in (graph.gradients, graph.mutations, graph.aliases, graph.batch_dims):
         digest.update(f"{sorted(results.items())}\n".encode())
     digest.update(f"{graph.loss} {graph.aux}\n".encode())
+    if graph.summed:
+        digest.update(f"summed {sorted(graph.summed.items())}\n".encode())
     for name, value in constants.items():
         content = value.detach().cpu().contiguous().flatten().view(torch.uint8)
         digest.update(name.encode() + content.numpy().tobytes())
@@ -240,20 +266,24 @@ def _with_written(
 class _Run:
     """One run of the user's program under a recorder."""
 
-    model: nn.Module
-    loss: Loss
+    program: _Program
     leaves: Leaves
     recorder: Recorder
     provenance: Provenance
     draws: Draws
 
-    def step(self, batch: Any, *, grad: bool) -> _Results:
+    def step(self, batch: Any) -> _Results:
         """Run forward, loss and backward."""
+        model, precision, grad = self.program.model, self.program.precision, self.program.grad
         attention = Attention(self.draws, self.recorder.tape)
         intercept = Intercept({SDPA: attention, F.dropout: self.draws.dropout})
         replayed_views = force_view_replay(True)
         with torch.set_grad_enabled(grad), replayed_views, self.recorder:
-            with self.provenance.watch(), intercept:
+            with (
+                casting(model, precision, self.provenance.inside),
+                self.provenance.watch(),
+                intercept,
+            ):
                 loss, aux = self._forward(batch)
             _check_loss(loss, grad=grad)
             gradients = self._backward(loss) if grad else {}
@@ -266,7 +296,7 @@ class _Run:
 
     def _forward(self, batch: Any) -> tuple[Any, Mapping[str, Any]]:
         try:
-            made = self.loss(self.model, batch)
+            made = self.program.loss(self.program.model, batch)
         except AutoparError:
             raise
         except Exception as error:
@@ -293,7 +323,17 @@ class _Run:
         if not trained:
             return {}
         found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
-        return {name: g for name, g in zip(trained, found, strict=True) if g is not None}
+        return {
+            name: self._summed(name, g)
+            for name, g in zip(trained, found, strict=True)
+            if g is not None
+        }
+
+    def _summed(self, name: str, gradient: Tensor) -> Tensor:
+        self.recorder.fixed_source = Source(name.rpartition(".")[0])
+        made = self.program.precision.through_sum(gradient)
+        self.recorder.fixed_source = None
+        return made
 
     def _ref(self, value: Any, what: str) -> Ref:
         ref = self.recorder.tape.ref(value) if isinstance(value, Tensor) else None
@@ -310,7 +350,7 @@ class _Run:
         found: dict[str, Ref] = {}
         for name, fake in self.leaves.buffers.items():
             path, _, key = name.rpartition(".")
-            now = self.model.get_submodule(path)._buffers.get(key)
+            now = self.program.model.get_submodule(path)._buffers.get(key)
             if now is not None and now is not fake:
                 found[name] = self._ref(now, f"buffer {name!r}")
         assert all(tape.step_of(ref) for ref in found.values())

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.capture.precision import AS_IT_IS, Precision
 from autopar.capture.shapes import Shapes
 from autopar.errors import CaptureError, UnsupportedError
 
@@ -33,11 +34,18 @@ class Leaves:
 
 
 @contextmanager
-def substituted(model: nn.Module, shapes: Shapes) -> Iterator[Leaves]:
+def substituted(
+    model: nn.Module, shapes: Shapes, precision: Precision = AS_IT_IS
+) -> Iterator[Leaves]:
     """The model with fake parameters and buffers; every attribute is put back at the end.
 
     Attributes of modules, and the entries of plain containers among them, are restored; objects
     deeper than that keep what the forward does to them.
+
+    Args:
+        model: Any module.
+        shapes: Makes the fake tensors.
+        precision: Says in which dtype parameters are stored.
     """
     saved = [_Snapshot(module) for module in model.modules()]
     fakes: dict[Any, tuple[str, Tensor]] = {}
@@ -53,7 +61,7 @@ def substituted(model: nn.Module, shapes: Shapes) -> Iterator[Leaves]:
                     name = f"{path}.{key}" if path else key
                     known = fakes.get(_identity(tensor, name))
                     if known is None:
-                        fake = _fake(tensor, name, shapes)
+                        fake = _fake(tensor, name, shapes, precision)
                         fakes[_identity(tensor, name)] = known = (name, fake)
                         names[name] = fake
                     elif name != known[0]:
@@ -65,16 +73,16 @@ def substituted(model: nn.Module, shapes: Shapes) -> Iterator[Leaves]:
             snapshot.restore()
 
 
-def _fake(tensor: Tensor, name: str, shapes: Shapes) -> Tensor:
+def _fake(tensor: Tensor, name: str, shapes: Shapes, precision: Precision) -> Tensor:
     if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
         raise UnsupportedError(
             f"cannot capture hooks on parameter {name!r}: they would run on shards of gradients, "
             "not on gradients; remove them, and change gradients after the backward"
         )
-    fake = shapes.like(tensor)
     if isinstance(tensor, nn.Parameter):
+        fake = shapes.like(tensor, precision.stored(tensor.dtype))
         return nn.Parameter(fake, requires_grad=tensor.requires_grad)
-    return fake.requires_grad_(tensor.requires_grad)
+    return shapes.like(tensor).requires_grad_(tensor.requires_grad)
 
 
 def _identity(tensor: Tensor, name: str) -> Any:

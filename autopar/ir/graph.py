@@ -201,6 +201,8 @@ class Graph:
         mutations: Buffer name to its value after the step.
         aliases: Second names of tied parameters and buffers to the name that owns the storage.
         batch_dims: Input path to the dim that counts samples; absent if it has none.
+        summed: Parameter name to the narrowest dtype in which terms of its gradient may be summed;
+            absent where they come in no narrower one.
     """
 
     nodes: tuple[Node, ...]
@@ -210,6 +212,7 @@ class Graph:
     mutations: Mapping[str, Ref] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     batch_dims: Mapping[str, int] = field(default_factory=dict)
+    summed: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def by_name(self) -> Mapping[str, Node]:

@@ -55,6 +55,8 @@ def _graph_lines(graph: Graph, lines: bool) -> Iterator[str]:
         yield f"alias {_word(name)} {_word(owner)}"
     for path, dim in graph.batch_dims.items():
         yield f"batch_dim {_word(path)} {dim}"
+    for name, dtype in graph.summed.items():
+        yield f"summed {_word(name)} {dtype}"
 
 
 def node_text(node: Node, *, lines: bool = True) -> str:
@@ -170,6 +172,7 @@ def parse_graph(text: str) -> Graph:
     values: dict[str, dict[str, Ref]] = {"gradient": {}, "mutation": {}}
     aliases: dict[str, str] = {}
     batch_dims: dict[str, int] = {}
+    summed: dict[str, str] = {}
     for number, raw in enumerate(text.splitlines(), 1):
         if not raw.strip():
             continue
@@ -190,6 +193,9 @@ def parse_graph(text: str) -> Graph:
         elif head == "batch_dim":
             name = _parse_word(line)
             batch_dims[name] = int(line.next("number"))
+        elif head == "summed":
+            name = _parse_word(line)
+            summed[name] = _parse_word(line)
         else:
             raise line.error(f"{head!r} begins no line of a graph")
         if not line.done:
@@ -202,6 +208,7 @@ def parse_graph(text: str) -> Graph:
         mutations=values["mutation"],
         aliases=aliases,
         batch_dims=batch_dims,
+        summed=summed,
     )
 
 

@@ -17,6 +17,7 @@ from autopar.cost.node import work_share
 from autopar.cost.reshard import CollectiveSeconds, Step, cheapest_path
 from autopar.errors import UnsupportedError
 from autopar.ir.alias import Alias, resolve_aliases, through
+from autopar.ir.casts import gradient_values, parameter_casts
 from autopar.ir.graph import (
     INPUT,
     PARAMETER,
@@ -71,6 +72,7 @@ def lower(
         aliases=resolve_aliases(graph, lambda node: is_view(node, rules)),
         plans={plan.name: plan for plan in stage.nodes},
         stored={plan.name: plan.stored for plan in stage.parameters},
+        casts=parameter_casts(graph),
         crossing=crossing,
     )
     return lowering.run()
@@ -120,6 +122,7 @@ class _Lowering:
     aliases: Mapping[Ref, Alias]
     plans: Mapping[str, NodePlan]
     stored: Mapping[str, Sharding]
+    casts: Mapping[str, str]
     crossing: Crossing
     sends: list[Message] = field(default_factory=list)
     receives: list[Message] = field(default_factory=list)
@@ -138,8 +141,9 @@ class _Lowering:
         self.recomputed = frozenset(self.stage.recomputed) & self.plans.keys()
 
     def run(self) -> Program:
-        gradients = {self._root(ref).root for ref in self.graph.gradients.values()}
+        gradients = gradient_values(self.graph, self.aliases)
         self.purposes.update(dict.fromkeys(gradients, "gradients"))
+        self.purposes.update(dict.fromkeys(map(Ref, self.casts), "parameters"))
         self._receive()
         self.late = self._waited_for_by_none()
         early = [node for node in self.graph.nodes if node.name not in self.late]
@@ -558,7 +562,8 @@ class _Lowering:
         if sharding in visible:
             return visible[sharding]
         kept = self.stage.kept.get(str(root))
-        again = root in self.stored_at and kept is not None and sharding not in kept
+        is_parameter = root in self.stored_at or root.node in self.casts
+        again = is_parameter and kept is not None and sharding not in kept
         if self._made_in(root) is Section.PROLOGUE and not again and self.time is not None:
             # It is made before the loop, so from what is there before the loop.
             visible = self._visible(root, Section.PROLOGUE)

@@ -24,6 +24,7 @@ from autopar.lower.simulate import CollectiveUse, Prices, Simulation, prices, si
 from autopar.lower.spmd import lower
 from autopar.lower.stretch import ONCE, NotPeriodicError, Repeats, weights
 from autopar.lower.unroll import in_order, unroll
+from autopar.options import ADAMW, OptimizerSpec
 from autopar.plan.records import (
     CollectivePlan,
     Memory,
@@ -68,7 +69,7 @@ class Request:
         fingerprint: Of the captured step.
         cluster: Where.
         hints: Restrictions of the user.
-        state_bytes_per_element: Optimizer state, bytes an element.
+        optimizer: What its state takes.
         time_limit_s: For the whole search.
         memory_fraction: Usable part of a device's memory; None for the cluster's own.
         capture_s: Seconds the capture took, for the report.
@@ -80,7 +81,7 @@ class Request:
     fingerprint: str
     cluster: Cluster
     hints: tuple[Hint, ...] = ()
-    state_bytes_per_element: float = 8.0
+    optimizer: OptimizerSpec = ADAMW
     time_limit_s: float = 120.0
     memory_fraction: float | None = None
     capture_s: float = 0.0
@@ -254,7 +255,8 @@ def _try_mesh(
         settled = replace(settled, restrictions=restrictions)
     cost = NodeCost(request.cluster.device(0), mesh, axis_seconds(request.cluster, mesh))
     states = StateBytes(
-        per_element=request.state_bytes_per_element,
+        per_element=request.optimizer.state_bytes,
+        moments=request.optimizer.moments,
         update_bytes_per_s=update_bytes_per_s(request.cluster.device(0)),
     )
     built = build_problem(
@@ -385,12 +387,12 @@ def evaluate(
     stage = decode(built, analysis, solution)
     device = request.cluster.device(0)
     priced = prices(device, cost.collective_s)
-    per_element = request.state_bytes_per_element
     short = shorten(analysis, (stage,))
     try:
-        found = _every_rank(analysis, cost, priced, short, per_element)
+        found = _every_rank(analysis, cost, priced, short, request.optimizer)
     except NotPeriodicError:
-        found = _every_rank(analysis, cost, priced, Short(analysis.graph, (stage,)), per_element)
+        short = Short(analysis.graph, (stage,))
+        found = _every_rank(analysis, cost, priced, short, request.optimizer)
     slowest, _, update_s = max(found, key=lambda item: item[0].seconds + item[2])
     fullest = max((memory for _, memory, _ in found), key=lambda memory: memory.total_bytes)
     alone = Pipeline((stage,), ())
@@ -398,7 +400,7 @@ def evaluate(
 
 
 def _every_rank(
-    analysis: Analysis, cost: NodeCost, priced: Prices, short: Short, per_element: float
+    analysis: Analysis, cost: NodeCost, priced: Prices, short: Short, optimizer: OptimizerSpec
 ) -> list[tuple[Simulation, Memory, float]]:
     """What a step takes on every distinct rank: the simulation, the memory, the update."""
     found = []
@@ -406,7 +408,7 @@ def _every_rank(
     for coordinates in distinct_coordinates(short.graph, stage):
         program = overlap(lower(short.graph, analysis.rules, stage, coordinates, cost.collective_s))
         simulation = simulate_loop(program, priced, short.repeats)
-        memory = predicted_memory(program, simulation, per_element, short.repeats)
+        memory = predicted_memory(program, simulation, optimizer, short.repeats)
         moved = 2 * (memory.parameters_bytes + memory.optimizer_bytes)
         moved += gradient_bytes(program, short.repeats)
         found.append((simulation, memory, moved / update_bytes_per_s(cost.device)))
@@ -429,7 +431,7 @@ def _evaluate_stages(
     result = evaluate_pipeline(analysis, cost, priced, pipeline, layout, request.cluster)
     memories, updates = [], []
     for stage in result.stages:
-        memory = predicted_memory(stage.program, stage.peak, request.state_bytes_per_element)
+        memory = predicted_memory(stage.program, stage.peak, request.optimizer)
         moved = 2 * (memory.parameters_bytes + memory.optimizer_bytes)
         moved += gradient_bytes(stage.program)
         memories.append(memory)
@@ -531,17 +533,16 @@ def simulate_loop(program: Program, priced: Prices, repeats: Repeats = ONCE) -> 
 def predicted_memory(
     program: Program,
     simulation: Simulation,
-    state_bytes_per_element: float,
+    optimizer: OptimizerSpec,
     repeats: Repeats = ONCE,
 ) -> Memory:
     """Bytes by kind at the peak: of the step, or of the update if that holds more."""
     entered = simulation.input_bytes
-    held = sum(
-        often * item.local_type.num_elements
+    states = sum(
+        often * item.local_type.num_elements * optimizer.element_bytes(item.local_type.dtype)
         for item, often in weights(program, repeats)
         if item.kind == "parameter" and item.target in program.gradients
     )
-    optimizer = int(held * state_bytes_per_element)
     gradients = gradient_bytes(program, repeats)
     saved, finished = simulation.saved_bytes, simulation.gradient_bytes
     transient = simulation.peak_bytes - saved - finished
@@ -550,7 +551,7 @@ def predicted_memory(
     return Memory(
         parameters_bytes=entered.get("parameter", 0),
         gradients_bytes=finished,
-        optimizer_bytes=optimizer,
+        optimizer_bytes=int(states),
         saved_bytes=saved,
         transient_bytes=transient,
         inputs_bytes=sum(entered.get(kind, 0) for kind in (INPUT, CONSTANT, KEY)),

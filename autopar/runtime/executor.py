@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from autopar.capture.batch import flatten_batch
 from autopar.capture.random import make_key
 from autopar.errors import BatchError, UnsupportedError
+from autopar.options import OptimizerSpec
 from autopar.plan.records import Plan
 from autopar.runtime.backward import Anchor, Token, attach
 from autopar.runtime.groups import MeshGroups, Session, as_failure
@@ -122,7 +123,7 @@ class ParallelModule(nn.Module):
         plan: Plan,
         groups: MeshGroups,
         state: ModelState,
-        state_bytes_per_element: float | None = None,
+        optimizer: OptimizerSpec | None = None,
         *,
         seed: int,
     ) -> None:
@@ -132,7 +133,7 @@ class ParallelModule(nn.Module):
             plan: The plan.
             groups: Groups of its mesh.
             state: This rank's parameters and buffers.
-            state_bytes_per_element: Optimizer state the plan counted on, to check the real one.
+            optimizer: What the plan counted on, to check the real one.
             seed: Seed of random ops, the same on every rank.
         """
         own = self._autopar
@@ -143,7 +144,7 @@ class ParallelModule(nn.Module):
             first.setdefault(id(parameter), name)
         own.distinct = {name: state.parameters[name] for name in first.values()}
         own.trainable = {name: p.requires_grad for name, p in own.distinct.items()}
-        watch_optimizers(self, own.distinct.values(), state_bytes_per_element)
+        watch_optimizers(self, own.distinct.values(), optimizer)
 
     @property
     def plan(self) -> Plan:

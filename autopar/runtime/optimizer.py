@@ -17,6 +17,7 @@ from torch.optim.optimizer import (
 )
 
 from autopar.errors import UnsupportedError
+from autopar.options import OptimizerSpec
 
 MIN_DIFFERENCE = 0.01
 """Part of the predicted state bytes below which a difference is not worth a warning: AdamW also
@@ -24,7 +25,7 @@ keeps a step count of 4 bytes for every parameter."""
 
 
 def watch_optimizers(
-    owner: object, parameters: Iterable[nn.Parameter], state_bytes_per_element: float | None
+    owner: object, parameters: Iterable[nn.Parameter], expected: OptimizerSpec | None
 ) -> None:
     """Check every optimizer of these parameters while ``owner`` lives.
 
@@ -34,9 +35,9 @@ def watch_optimizers(
     Args:
         owner: Object whose end ends the watch.
         parameters: DTensors.
-        state_bytes_per_element: What the plan counted on; None to check no bytes.
+        expected: What the plan counted on; None to check no bytes.
     """
-    watch = _Watch(parameters, state_bytes_per_element)
+    watch = _Watch(parameters, expected)
     for handle in (
         register_optimizer_step_pre_hook(watch.before),
         register_optimizer_step_post_hook(watch.after),
@@ -45,7 +46,7 @@ def watch_optimizers(
 
 
 class _Watch:
-    def __init__(self, parameters: Iterable[nn.Parameter], expected: float | None) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], expected: OptimizerSpec | None) -> None:
         self._ids = {id(parameter) for parameter in parameters}
         self._expected = expected
         self._checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -62,7 +63,10 @@ class _Watch:
             return
         self._checked.add(optimizer)
         stepped = [p for p in _parameters(optimizer) if id(p) in self._ids and p.grad is not None]
-        expected = self._expected * sum(_local(p).numel() for p in stepped)
+        expected = sum(
+            _local(p).numel() * self._expected.element_bytes(str(p.dtype).removeprefix("torch."))
+            for p in stepped
+        )
         found = sum(
             _local(value).numel() * value.element_size()
             for parameter in stepped

@@ -47,6 +47,7 @@ def shard_model(
     model: nn.Module,
     *,
     stored: Mapping[str, Sharding],
+    dtypes: Mapping[str, torch.dtype] | None = None,
     aliases: Mapping[str, str],
     groups: MeshGroups,
     coordinates: Sequence[int],
@@ -59,6 +60,8 @@ def shard_model(
     Args:
         model: On any device; tensors on meta are made and filled by ``init``.
         stored: Sharding of parameters by name; one that is absent is whole on every rank.
+        dtypes: What parameters are stored in, by name, where it is not the model's own dtype:
+            their values are the model's, cast.
         aliases: Second names of tied parameters and buffers to the first.
         groups: Groups of the plan's mesh.
         coordinates: This rank's place on it.
@@ -79,7 +82,8 @@ def shard_model(
     kept: dict[str, Tensor] = {}
     for name, full in initialized(model, aliases, init, seed, rows):
         sharding = stored.get(name, everything) if name in shapes else everything
-        kept[name] = local_piece(full, sharding, coordinates).to(device)
+        dtype = (dtypes or {}).get(name, full.dtype)
+        kept[name] = local_piece(full, sharding, coordinates).to(device, dtype)
     parameters: dict[str, nn.Parameter] = {}
     for name, old in model.named_parameters(remove_duplicate=False):
         owner = aliases.get(name, name)

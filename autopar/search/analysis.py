@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from autopar.ir.alias import Alias, resolve_aliases
+from autopar.ir.casts import owner_of, parameter_casts
 from autopar.ir.graph import INPUT, PARAMETER, SOURCE_OPS, Graph, Node, Ref, TensorType
 from autopar.rules.notation import Rule, RuleMaker
 from autopar.rules.strategies import Dims, cut_sets, trace_factor
@@ -17,6 +18,7 @@ from autopar.rules.table import rule_for
 from autopar.search.collection import no_collection
 from autopar.search.copies import Copies, find_copies
 from autopar.search.fold import Folding, fold, signature
+from autopar.search.sums import carried_terms
 
 Pieces = Mapping[str, Mapping[str, frozenset[tuple[int, int]]]]
 """Node to factor to pieces (outer, size) of it."""
@@ -46,6 +48,8 @@ class Analysis:
         data: Nodes that depend on no parameter: what a prologue may compute over the whole batch.
         looped: Nodes that a microbatch loop runs: they read parameters and split the batch.
         behind: Nodes that read what the loop makes and feed nothing back into it.
+        carried: Values whose terms are not summed: they are narrower than their gradient asks for.
+        casts: Nodes that cast a parameter, and the parameter's node.
     """
 
     graph: Graph
@@ -62,10 +66,20 @@ class Analysis:
     data: frozenset[str]
     looped: frozenset[str]
     behind: frozenset[str]
+    carried: frozenset[Ref]
+    casts: Mapping[str, str]
 
     def root(self, ref: Ref) -> Alias:
         """The value that owns the data of ``ref`` and the views between them."""
         return self.aliases.get(ref, Alias(ref))
+
+    def owner(self, ref: Ref) -> Node:
+        """The parameter that a value is, or is a cast of; else the node that makes it."""
+        return owner_of(self.graph.by_name[ref.node], self.casts, self.graph)
+
+    def reads_carried(self, node: Node) -> bool:
+        """Whether a node reads terms that are summed behind it."""
+        return any(self.root(ref).root in self.carried for ref in node.operands)
 
     def operand_types(self, node: Node) -> tuple[TensorType, ...]:
         return tuple(self.graph.type_of(ref) for ref in node.operands)
@@ -90,7 +104,8 @@ def analyse(
     dims = Dims(graph, rules)
     batch = trace_factor(graph, rules, _starts(graph, 0), dims=dims)
     data = _without(graph, lambda node: node.op == PARAMETER)
-    folding = fold(graph, aliases, enabled=folded)
+    carried = carried_terms(graph, rules, aliases, batch)
+    folding = fold(graph, aliases, carried, enabled=folded)
     looped = frozenset(name for name, pieces in batch.items() if pieces and name not in data)
     return Analysis(
         graph=graph,
@@ -107,6 +122,8 @@ def analyse(
         data=data,
         looped=looped,
         behind=_behind(graph, looped),
+        carried=carried,
+        casts=parameter_casts(graph),
     )
 
 

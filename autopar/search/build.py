@@ -77,6 +77,7 @@ class StateBytes:
 
     Attributes:
         per_element: Optimizer state, bytes an element of the parameter.
+        moments: Its tensors of the parameter's own dtype instead, if it is made of such.
         update_bytes_per_s: Memory bandwidth at which the update runs.
         gradient_bytes_per_element: Bytes of an element of the gradient; None for the parameter's.
     """
@@ -84,6 +85,11 @@ class StateBytes:
     per_element: float
     update_bytes_per_s: float
     gradient_bytes_per_element: int | None = None
+    moments: int | None = None
+
+    def of(self, dtype: str) -> float:
+        """Optimizer state of one element of a parameter of this dtype, in bytes."""
+        return self.per_element if self.moments is None else self.moments * DTYPE_BYTES[dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +172,7 @@ class _Builder:
                     if any(isinstance(axis, Partial) for axis in sharding):
                         self.partial_outputs.add((number, index))
         self.classes = tuple(classes)
+        self.carried = self._carried()
         self.all_entries = merge_regions(
             analysis,
             [c.strategies for c in self.classes],
@@ -199,7 +206,8 @@ class _Builder:
         )
         legal = [s for s in found if self._reachable(node, s)]
         partial = [self._can_be_partial(names, port) for port in range(len(types))]
-        kept = useful_partials(rule, self.roles.required(node, legal), partial)
+        carries = self.analysis.reads_carried(node)
+        kept = useful_partials(rule, self.roles.required(node, legal), partial, carries=carries)
         if not kept and self.mesh.time_axis is not None:
             raise UnsupportedError(
                 f"cannot run {self.mesh.microbatches} microbatches: {node.op!r} in {node.source} "
@@ -219,6 +227,17 @@ class _Builder:
             if (self.analysis.folding.of[root.node], root.index) not in self.partial_outputs:
                 return False
         return True
+
+    def _carried(self) -> frozenset[Ref]:
+        """The values whose terms must be carried on: those that every reader can take as terms."""
+        left = set(self.analysis.carried)
+        for made in self.classes:
+            for port in range(len(made.node.operands) if left else 0):
+                if any(_reads_terms(strategy, port) for strategy in made.strategies):
+                    continue
+                for name in made.members:
+                    left.discard(self.analysis.root(self.graph.by_name[name].operands[port]).root)
+        return frozenset(left)
 
     def _source_choices(self, node: Node, names: Sequence[str]) -> tuple[Strategy, ...]:
         everything = whole(self.mesh)
@@ -276,8 +295,9 @@ class _Builder:
             root = self.graph.by_name[alias.root.node]
             if not is_legal(root.outputs[alias.root.index].shape, at_root, self.mesh):
                 return False
-            if root.op == PARAMETER and not parameter_allows(
-                self.restrictions, self.mesh, root.target, at_root
+            owner = self.analysis.owner(alias.root)
+            if owner.op == PARAMETER and not parameter_allows(
+                self.restrictions, self.mesh, owner.target, at_root
             ):
                 return False
             if root.op in SOURCE_OPS and any(isinstance(axis, Partial) for axis in at_root):
@@ -339,7 +359,8 @@ class _Builder:
             (backward if crosses else forward).append(need)
         if not (forward or backward or fixed or again):
             return None
-        arcs = self._arcs(layouts, len(group), self._time_arcs(root))
+        joined = root not in self.carried
+        arcs = self._arcs(layouts, len(group), self._time_arcs(root), joined)
         held = 1 if node.op in SOURCE_OPS else min(self.num_stages, self.mesh.microbatches)
         size = [local_bytes(layouts.kind, s) * len(group) * held for s in layouts.index]
         return (
@@ -386,10 +407,11 @@ class _Builder:
             for sharding, number in layouts.index.items()
             if any(isinstance(axis, Partial) for axis in sharding)
         }
-        if node.op == PARAMETER and self.restrictions.zero == 3:
+        owner = self.analysis.owner(Ref(node.name))
+        if owner.op == PARAMETER and self.restrictions.zero == 3:
             axes = [a for a, role in enumerate(self.mesh.roles) if role in ("dp", "cp")]
             axes = axes or ([] if any(self.mesh.roles) else list(range(len(self.mesh.sizes))))
-            stored = {s.outputs[0] for s in self.classes[self._class_of(node.name)].strategies}
+            stored = {s.outputs[0] for s in self.classes[self._class_of(owner.name)].strategies}
             for axis in axes:
                 if all(s[axis] != WHOLE for s in stored):
                     found |= {n for s, n in layouts.index.items() if s[axis] == WHOLE}
@@ -402,8 +424,8 @@ class _Builder:
         """
         return ALL_REDUCE if self.roles.made_in_loop(root) else SLICE
 
-    def _arcs(self, layouts: _Layouts, count: int, in_time: str) -> tuple[Arc, ...]:
-        """Useful changes of layout, adding the layouts between."""
+    def _arcs(self, layouts: _Layouts, count: int, in_time: str, joined: bool) -> tuple[Arc, ...]:
+        """Useful changes of layout, adding the layouts between; terms are summed if `joined`."""
         kind = layouts.kind
         known = list(layouts.index)
         options: list[set[AxisSharding]] = [
@@ -422,6 +444,8 @@ class _Builder:
                     if what is None or head is None:
                         continue
                     if axis == self.mesh.time_axis and what != in_time:
+                        continue
+                    if not joined and isinstance(before[axis], Partial):
                         continue
                     step = Step(what, axis, before, after)
                     seconds = step_s(kind, step, self.mesh, self.cost.collective_s)
@@ -593,7 +617,7 @@ class _Builder:
         for strategy in entry.strategies:
             held = local_bytes(kind, strategy.outputs[0])
             elements = held / DTYPE_BYTES[kind.dtype]
-            state = elements * self.states.per_element if trainable else 0.0
+            state = elements * self.states.of(kind.dtype) if trainable else 0.0
             own = self.states.gradient_bytes_per_element or DTYPE_BYTES[kind.dtype]
             gradient = elements * own if trainable else 0.0
             moved = 2 * (held + state) + gradient if trainable else 0.0
@@ -629,6 +653,10 @@ def _joined(own: Sequence[Choices], entry: Entry) -> Choices:
         gradient_bytes=total("gradient_bytes"),
         divisible=first.divisible,
     )
+
+
+def _reads_terms(strategy: Strategy, port: int) -> bool:
+    return any(isinstance(axis, Partial) for axis in strategy.operands[port])
 
 
 def _order(axis: AxisSharding) -> tuple[int, ...]:
@@ -848,11 +876,12 @@ def _used(
     found: dict[str, dict[Sharding, None]] = {}
     rules, sizes = analysis.rules, built.mesh.sizes
     for node in analysis.graph.nodes:
-        if node.op in SOURCE_OPS or node.name not in picked:
+        if node.op in SOURCE_OPS or node.name not in picked or node.name in analysis.casts:
             continue
         for ref, sharding in zip(node.operands, picked[node.name].operands, strict=True):
             alias = analysis.root(ref)
-            if analysis.graph.by_name[alias.root.node].op != PARAMETER:
+            owner = analysis.owner(alias.root)
+            if owner.op != PARAMETER:
                 continue
             at_root = through(
                 sharding,
@@ -860,5 +889,5 @@ def _used(
                 lambda name, s: rules[name].carry_back(s, sizes),
             )
             assert at_root is not None, text(sharding)
-            found.setdefault(alias.root.node, {})[at_root] = None
+            found.setdefault(owner.name, {})[at_root] = None
     return {name: tuple(shardings) for name, shardings in found.items()}

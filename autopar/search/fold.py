@@ -8,7 +8,7 @@ its copies are one class. Any partition into classes of equal signatures is a co
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -37,12 +37,20 @@ class Folding:
     run_of: Mapping[int, int] = field(default_factory=dict)
 
 
-def fold(graph: Graph, aliases: Mapping[Ref, Alias], *, enabled: bool = True) -> Folding:
+def fold(
+    graph: Graph,
+    aliases: Mapping[Ref, Alias],
+    carried: Collection[Ref] = (),
+    *,
+    enabled: bool = True,
+) -> Folding:
     """The classes of a graph.
 
     Args:
         graph: The captured step.
         aliases: Its views.
+        carried: Values that search treats in a way of their own; nodes that make them are not like
+            others.
         enabled: False gives every node a class of its own.
     """
     nodes = [n for n in graph.nodes if n.op not in SOURCE_OPS and Ref(n.name) not in aliases]
@@ -52,7 +60,10 @@ def fold(graph: Graph, aliases: Mapping[Ref, Alias], *, enabled: bool = True) ->
         return Folding(tuple((name,) for name in names), {n: i for i, n in enumerate(names)})
     ids: dict[Hashable, int] = {}
     signs = np.array(
-        [ids.setdefault(signature(node, graph, aliases), len(ids)) for node in nodes],
+        [
+            ids.setdefault((signature(n, graph, aliases), _marks(n, carried)), len(ids))
+            for n in nodes
+        ],
         dtype=np.int64,
     )
     groups = list(range(len(nodes)))
@@ -84,6 +95,10 @@ def fold(graph: Graph, aliases: Mapping[Ref, Alias], *, enabled: bool = True) ->
         of={name: i for i, names in enumerate(classes) for name in names},
         run_of={i: starts[key] for i, key in enumerate(members) if key in starts},
     )
+
+
+def _marks(node: Node, marked: Collection[Ref]) -> tuple[int, ...]:
+    return tuple(i for i in range(len(node.outputs)) if marked and Ref(node.name, i) in marked)
 
 
 def _root(ref: Ref, aliases: Mapping[Ref, Alias]) -> Ref:

@@ -47,7 +47,11 @@ def is_elementwise(rule: Rule) -> bool:
 
 
 def useful_partials(
-    rule: Rule, strategies: Sequence[Strategy], can_be_partial: Sequence[bool]
+    rule: Rule,
+    strategies: Sequence[Strategy],
+    can_be_partial: Sequence[bool],
+    *,
+    carries: bool = False,
 ) -> tuple[Strategy, ...]:
     """The strategies without those that carry partial values where it gains nothing.
 
@@ -59,6 +63,8 @@ def useful_partials(
         rule: The node's rule.
         strategies: Its strategies.
         can_be_partial: For each operand, whether its producer can make it partial.
+        carries: Whether the node reads terms that may be summed behind it only: then they pass
+            wherever the op is linear in them.
     """
     big = frozenset(i for i, dims in enumerate(rule.operands) if any(dims))
     passes = is_elementwise(rule) or is_sum(rule)
@@ -70,9 +76,9 @@ def useful_partials(
             }
             if not partial:
                 continue
-            if not passes or not all(can_be_partial[i] for i in partial):
+            if not (passes or carries) or not all(can_be_partial[i] for i in partial):
                 return False
-            if big and partial != big:
+            if big and partial != big and not carries:
                 return False
         return True
 

@@ -2,7 +2,8 @@
 
 A role axis (made by ``hint.degrees``) takes some factors only, and nodes that could use it must:
 ``dp`` the batch; ``tp`` everything but the batch, and contractions with a parameter split one of
-the parameter's dims; ``cp`` the sequence. Parameters named by a hint keep to what it says.
+the parameter's dims; ``cp`` the sequence. Casts of parameters and gradients are split as these are
+stored. Parameters named by a hint keep to what it says.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 
 from autopar.hint import Replicate, Shard
+from autopar.ir.casts import CAST, gradient_values
 from autopar.ir.graph import PARAMETER, Node, Ref
 from autopar.ir.sharding import TIME, WHOLE, Mesh, Partial, Sharding, Split, Whole
 from autopar.rules.strategies import Strategy
@@ -54,7 +56,7 @@ class RoleFilter:
         if self._within(self._analysis.minor, node, factor, outer, block, ranks, size):
             return False
         role = self._mesh.roles[axis]
-        if not role:
+        if not role or (role != TIME and node.name in self._free):
             return True
         batch = self._within(self._analysis.batch, node, factor, outer, block, ranks, size)
         if role in (BATCH, TIME):
@@ -72,6 +74,8 @@ class RoleFilter:
         for axis, role in enumerate(self._mesh.roles):
             if role == TIME:
                 left = self._in_time(node, left, axis)
+                continue
+            if node.name in self._free:
                 continue
             if role == BATCH:
                 using = tuple(s for s in left if _splits(s, axis))
@@ -98,6 +102,7 @@ class RoleFilter:
             return tuple(s for s in left if not _is_partial(s, axis))
         if node.name in analysis.behind:
             several = sum(len(analysis.graph.type_of(r).shape) > 0 for r in node.operands) > 1
+            several = several and not analysis.reads_carried(node)
             return tuple(s for s in left if not (several and _is_partial(s, axis)))
         made = [self.made_in_loop(ref) for ref in node.operands]
         return tuple(
@@ -125,19 +130,24 @@ class RoleFilter:
         if not rule.flops:
             return False
         for ref, sharding in zip(node.operands, strategy.operands, strict=True):
-            root = analysis.graph.by_name[analysis.root(ref).root.node]
+            root = analysis.owner(analysis.root(ref).root)
             if root.op == PARAMETER and len(root.outputs[0].shape) > 1:
                 return isinstance(sharding[axis], Split)
-        gradient_roots = self._gradient_roots()
         for index, sharding in enumerate(strategy.outputs):
-            if (node.name, index) in gradient_roots:
+            if Ref(node.name, index) in self._gradients:
                 return isinstance(sharding[axis], Split)
         return False
 
-    def _gradient_roots(self) -> frozenset[tuple[str, int]]:
-        graph = self._analysis.graph
-        roots = (self._analysis.root(ref).root for ref in graph.gradients.values())
-        return frozenset((root.node, root.index) for root in roots)
+    @cached_property
+    def _free(self) -> frozenset[str]:
+        """Casts between how a parameter or gradient is stored and used: split as it is stored."""
+        by_name = self._analysis.graph.by_name
+        made = {ref.node for ref in self._gradients if by_name[ref.node].op == CAST}
+        return frozenset(made | set(self._analysis.casts))
+
+    @cached_property
+    def _gradients(self) -> frozenset[Ref]:
+        return gradient_values(self._analysis.graph, self._analysis.aliases)
 
     @staticmethod
     def _within(

@@ -17,6 +17,7 @@ from autopar.lower.overlap import overlap
 from autopar.lower.simulate import Prices, Simulation, prices
 from autopar.lower.spmd import lower
 from autopar.lower.stretch import ONCE, NotPeriodicError, Repeats, stretched
+from autopar.options import ADAMW
 from autopar.plan.records import Memory, StagePlan
 from autopar.planner.driver import predicted_memory, simulate_loop
 from autopar.planner.shorten import shorten
@@ -79,7 +80,7 @@ def taken(
     zero = (0,) * len(stage.mesh.sizes)
     program = overlap(lower(graph, analysis.rules, stage, zero, cost.collective_s))
     found = simulate_loop(program, priced, repeats)
-    return found, predicted_memory(program, found, 8.0, repeats)
+    return found, predicted_memory(program, found, ADAMW, repeats)
 
 
 def assert_same(analysis: Analysis, stage: StagePlan, host_op_s: float) -> None:

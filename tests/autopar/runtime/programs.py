@@ -9,6 +9,7 @@ from autopar.ir.graph import Phase, Ref, TensorType
 from autopar.ir.sharding import SUM, WHOLE, Mesh, Sharding, Split, local_shape
 from autopar.lower.builder import Builder
 from autopar.lower.program import Program, ProgramInput
+from autopar.options import ADAMW
 from autopar.plan.records import Memory, ParameterPlan, Plan, Prediction, SearchReport, StagePlan
 from autopar.runtime.executor import ParallelModule, StepRequest
 from autopar.runtime.groups import open_session
@@ -174,7 +175,7 @@ def parallel_linear(
                 coordinates=coordinates,
                 device=session.device,
             )
-            parallel.adopt(plan, groups, state, state_bytes_per_element=8.0, seed=0)
+            parallel.adopt(plan, groups, state, optimizer=ADAMW, seed=0)
         return StepSource(
             program=data_parallel(mesh, coordinates, stored, request.grad),
             plan=plan,
