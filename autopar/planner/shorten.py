@@ -17,8 +17,8 @@ from autopar.plan.records import StagePlan, Transfer
 from autopar.search.analysis import Analysis
 from autopar.search.copies import REACH, Copies
 
-FEWEST = REACH
-"""Copies that are worth leaving out; fewer, and edges could reach across the gap."""
+WORTH = 8
+"""Copies that are worth leaving out: short stretches save little, and seldom repeat exactly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,11 @@ class Short:
 
 
 def shorten(
-    analysis: Analysis, stages: tuple[StagePlan, ...], transfers: Sequence[Transfer] = ()
+    analysis: Analysis,
+    stages: tuple[StagePlan, ...],
+    transfers: Sequence[Transfer] = (),
+    *,
+    worth: int = WORTH,
 ) -> Short:
     """The step and a plan without the copies in the middle of blocks that the plan treats alike.
 
@@ -45,6 +49,8 @@ def shorten(
         analysis: The step.
         stages: The plan.
         transfers: What crosses stages; copies that make it stay.
+        worth: Fewest copies to leave out of a stretch; at least `REACH`, or edges could reach
+            across the gap.
     """
     copies = analysis.copies
     pinned = set(copies.pinned)
@@ -52,7 +58,7 @@ def shorten(
         place = copies.of.get(_name(transfer.value))
         if place is not None:
             pinned.add((place.run, place.index))
-    spans = list(_spans(copies, _treated(copies, stages), pinned))
+    spans = list(_spans(copies, _treated(copies, stages), pinned, worth))
     if not spans:
         return Short(analysis.graph, stages)
     return _Shortener(analysis, stages, spans).run()
@@ -95,6 +101,7 @@ def _spans(
     copies: Copies,
     treated: Mapping[tuple[int, int], Hashable],
     pinned: set[tuple[int, int]],
+    worth: int,
 ) -> Iterator[tuple[int, range]]:
     """(run, copies to leave out) of every stretch of copies that are treated alike."""
     runs: dict[int, list[int]] = defaultdict(list)
@@ -109,7 +116,7 @@ def _spans(
                 continue
             inner = [i for i in range(start + REACH, index - REACH) if (run, i) not in pinned]
             longest = _longest(inner)
-            if len(longest) >= FEWEST:
+            if len(longest) >= worth:
                 yield run, longest
             start = index
 

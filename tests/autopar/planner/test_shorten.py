@@ -22,6 +22,7 @@ from autopar.plan.records import Memory, StagePlan
 from autopar.planner.driver import predicted_memory, simulate_loop
 from autopar.planner.shorten import shorten
 from autopar.search.analysis import Analysis, analyse
+from autopar.search.copies import REACH
 from cost_models.cluster import Cluster
 from tests.oracles.models import bert, gpt2, llama
 from tests.oracles.random_plans import random_stage
@@ -87,7 +88,7 @@ def assert_same(analysis: Analysis, stage: StagePlan, host_op_s: float) -> None:
     cluster = Cluster.preset("h100", 1)
     cost = NodeCost(cluster.device(0), stage.mesh, axis_seconds(cluster, stage.mesh))
     priced = replace(prices(cluster.device(0), cost.collective_s), host_op_s=host_op_s)
-    short = shorten(analysis, (stage,))
+    short = shorten(analysis, (stage,), worth=REACH)
     assert short.repeats.more
     assert len(short.graph.nodes) < len(analysis.graph.nodes)
     ours, held = taken(analysis, short.graph, short.stages[0], cost, priced, short.repeats)
@@ -118,7 +119,7 @@ def test_copies_that_are_treated_unlike_are_told_apart() -> None:
     analysis = analysed("gpt2")
     stages = [random_stage(analysis, MESHES["2x2"], seed) for seed in (2, 3)]
     assert_same(analysis, divided(analysis, *stages, first=2), HOSTS[1])
-    many = shorten(analysis, (divided(analysis, *stages, first=LAYERS // 2),))
+    many = shorten(analysis, (divided(analysis, *stages, first=LAYERS // 2),), worth=REACH)
     assert not many.repeats.more
 
 
