@@ -50,6 +50,13 @@ SeqOption = Annotated[
     Optional[int],  # noqa: UP045
     typer.Option("--seq", help="Tokens of a sample."),
 ]
+PrecisionOption = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(
+        "--precision",
+        help="fp32, bf16 (fp32 stored, bf16 computed) or zero_paper; else the model's own dtypes.",
+    ),
+]
 PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="A saved plan.")]
 
 
@@ -89,6 +96,7 @@ def plan(
         Optional[str],  # noqa: UP045
         typer.Option(help="fp32, bf16 or fp16: weights of a config; else what the config says."),
     ] = None,
+    precision: PrecisionOption = None,
     hint: HintOption = None,
     output: Annotated[
         Optional[Path],  # noqa: UP045
@@ -116,6 +124,7 @@ def plan(
             where,
             subject.batch,
             loss=subject.loss,
+            precision=precision,
             hints=hints,
             options=Options(time_limit_s=time_limit),
             recipe=subject.recipe,
@@ -136,6 +145,7 @@ def verify(
     ] = None,
     batch: BatchOption = None,
     seq: SeqOption = None,
+    precision: PrecisionOption = None,
     hint: HintOption = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps to train.")] = 5,
 ) -> None:
@@ -158,6 +168,7 @@ def verify(
             hints=hint or (),
             batch=batch,
             seq=seq,
+            precision=precision,
             steps=steps,
             on_event=on_event,
         )

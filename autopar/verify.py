@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from autopar.api import compile as compile_parallel
 from autopar.capture.keyed import keyed
+from autopar.capture.precision import AS_IT_IS, Precision, casting, precision_of
 from autopar.hint import Hint
 from autopar.inputs import Subject, load_cluster, load_subject, parse_hints
 from autopar.options import Options
@@ -91,6 +92,7 @@ def verify(
     hints: Sequence[str] = (),
     batch: int | None = None,
     seq: int | None = None,
+    precision: str | None = None,
     steps: int = 5,
     on_event: Callable[[Event], None] = lambda event: None,
 ) -> Report:
@@ -106,6 +108,7 @@ def verify(
         hints: See `autopar.inputs.parse_hints`.
         batch: Samples, for a transformers config.
         seq: Tokens of a sample, for a transformers config.
+        precision: Name of a precision, in both runs.
         steps: Steps to train.
         on_event: Called with what the workers tell: ``{"phase": ..., "step": ...}``.
 
@@ -113,19 +116,21 @@ def verify(
         AutoparError: Model, cluster, plan or hints cannot be used, or a process failed.
     """
     parse_hints(hints)
+    casts = precision_of(precision)
     ranks = load_cluster(cluster).num_devices
     spec: dict[str, Any] = {"model": model, "cluster": cluster, "plan": plan, "steps": steps}
-    spec |= {"hints": list(hints), "batch": batch, "seq": seq}
+    spec |= {"hints": list(hints), "batch": batch, "seq": seq, "precision": precision}
     with tempfile.TemporaryDirectory(prefix="autopar-verify-") as name:
-        found = []
+        traces = []
         for who, count in (("reference", 1), ("parallel", ranks)):
             folder = Path(name) / who
             folder.mkdir()
             (folder / "job.json").write_text(json.dumps(spec | {"who": who}))
             run_workers("autopar.verify", folder, count, on_event=on_event)
-            found.append(Trace(**torch.load(folder / "trace.pt", weights_only=True)))
-    reference, parallel = found
-    return Report(comparisons=compare(reference, parallel), num_processes=ranks, steps=steps)
+            traces.append(Trace(**torch.load(folder / "trace.pt", weights_only=True)))
+    reference, parallel = traces
+    found = compare(reference, parallel, casts)
+    return Report(comparisons=found, num_processes=ranks, steps=steps)
 
 
 class Trace(NamedTuple):
@@ -138,9 +143,12 @@ class Trace(NamedTuple):
     buffers: dict[str, Tensor]
 
 
-def compare(reference: Trace, parallel: Trace) -> tuple[Comparison, ...]:
-    """Everything of two runs, side by side."""
-    dtypes = {t.dtype for t in reference.parameters.values() if t.is_floating_point()}
+def compare(
+    reference: Trace, parallel: Trace, precision: Precision = AS_IT_IS
+) -> tuple[Comparison, ...]:
+    """Everything of two runs in this precision, side by side."""
+    stored = {t.dtype for t in reference.parameters.values() if t.is_floating_point()}
+    dtypes = stored | {precision.computed(dtype) for dtype in stored}
     allowed = Tolerance.of(min(dtypes, key=lambda d: torch.finfo(d).bits, default=torch.float32))
     found = []
     for kind, floor, limit, ours, theirs in (
@@ -249,11 +257,15 @@ def _full(value: Any) -> Tensor:
     return torch.as_tensor(value).detach().clone().cpu()
 
 
-def _reference(subject: Subject, steps: int, tell: Callable[..., None]) -> Trace:
+def _reference(
+    subject: Subject, precision: Precision, steps: int, tell: Callable[..., None]
+) -> Trace:
     numbers = itertools.count()
+    for parameter in subject.model.parameters():
+        parameter.data = parameter.data.to(precision.stored(parameter.dtype))
 
     def step() -> Tensor:
-        with keyed(subject.model, SEED, next(numbers)):
+        with casting(subject.model, precision), keyed(subject.model, SEED, next(numbers)):
             if subject.loss is None:
                 found = _call(subject.model, subject.batch)
                 found = found if isinstance(found, Tensor) else found.loss
@@ -286,6 +298,7 @@ def _parallel(
         load_cluster(spec["cluster"]),
         subject.batch,
         loss=subject.loss,
+        precision=spec["precision"],
         hints=hints,
         plan=spec["plan"],
         options=Options(seed=SEED),
@@ -312,7 +325,8 @@ def main(folder: str) -> None:
             job.tell(phase=who, **event)
 
         if who == "reference":
-            trace = _reference(subject, spec["steps"], tell)
+            precision = precision_of(spec["precision"])
+            trace = _reference(subject, precision, spec["steps"], tell)
         else:
             trace = _parallel(subject, spec, parse_hints(spec["hints"]), tell)
         if job.rank == 0:

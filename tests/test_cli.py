@@ -22,6 +22,7 @@ from autopar.errors import (
     InfeasibleError,
     PlanError,
     RuntimeFailure,
+    UnsupportedError,
 )
 from autopar.inputs import load_cluster, load_subject, parse_hints
 from autopar.ir.graph import TensorType
@@ -374,6 +375,21 @@ def test_verify_compares_with_one_process(
     for kind in ("loss", "gradient", "gradient norm", "parameter"):
         assert any(line.startswith(kind) and "equal" in line for line in printed.splitlines())
     assert "2 processes and one, 2 steps: the same" in printed
+
+
+def test_plan_takes_a_precision(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    cli.plan(model, "local:2", precision="bf16", hint=["dp=2"], output=path)
+    found = Plan.load(path).prediction.collectives
+    assert {one.purpose for one in found} >= {"gradients"}
+    with pytest.raises(UnsupportedError, match="did you mean 'bf16'"):
+        cli.plan(model, "local:2", precision="bf61")
+
+
+@pytest.mark.large
+def test_verify_compares_in_a_precision(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    cli.verify(model, "local:2", precision="bf16", steps=2)
+    assert "2 processes and one, 2 steps: the same" in capsys.readouterr().out
 
 
 @pytest.mark.large

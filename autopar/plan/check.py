@@ -46,7 +46,7 @@ def check(
     if fingerprint is not None and plan.fingerprint != fingerprint:
         raise _refusal(
             "parameters and batch are the same, but the captured step is another: the model's "
-            "code, its mode or the loss differs"
+            "code, its mode, the precision or the loss differs"
         )
     for stage in plan.stages:
         for parameter in stage.parameters:

@@ -51,6 +51,7 @@ from autopar.search.intra import fits, least_bytes, solve
 from autopar.search.outer import meshes
 from autopar.search.problem import Solution
 from autopar.search.stages import Pipeline
+from autopar.search.sums import summed_early
 from cost_models.cluster import Cluster
 
 ROUNDS = 6
@@ -688,4 +689,11 @@ def _notes(analysis: Analysis, best: Candidate) -> list[str]:
                 f"mesh axis {best.mesh.names[axis]!r} of {ranks} ranks splits nothing: its ranks "
                 "repeat each other's work"
             )
+    early = summed_early(analysis, (n for s in best.pipeline.stages for n in s.nodes))
+    if early:
+        where = ", ".join(repr(module) if module else "the model" for module in sorted(early))
+        notes.append(
+            f"gradients of {where} are summed in {next(iter(early.values()))}: they go on through "
+            "an op that cannot take the terms of a sum"
+        )
     return notes

@@ -8,11 +8,17 @@ on, to the value of that dtype.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from autopar.ir.alias import Alias
 from autopar.ir.graph import DTYPE_BYTES, SOURCE_OPS, Graph, Node, Phase, Ref
+from autopar.ir.sharding import Partial
+from autopar.plan.records import NodePlan
 from autopar.rules.notation import Rule
+
+if TYPE_CHECKING:
+    from autopar.search.analysis import Analysis
 
 Pieces = Mapping[str, Mapping[str, frozenset[tuple[int, int]]]]
 
@@ -105,3 +111,29 @@ class _Walk:
     def _is_narrow(self, value: Ref) -> bool:
         kind = self.graph.type_of(value)
         return kind.is_floating and DTYPE_BYTES[kind.dtype] < DTYPE_BYTES[self.dtypes[value]]
+
+
+def summed_early(analysis: Analysis, nodes: Iterable[NodePlan]) -> Mapping[str, str]:
+    """Module paths where a plan sums terms that would be carried on if what reads them could.
+
+    Args:
+        analysis: The step.
+        nodes: Shardings of its nodes.
+
+    Returns:
+        The path to the dtype they are summed in.
+    """
+    plans = {plan.name: plan for plan in nodes}
+    found: dict[str, str] = {}
+    for plan in plans.values() if analysis.carried else ():
+        node = analysis.graph.by_name[plan.name]
+        for ref, wanted in zip(node.operands, plan.operands, strict=True):
+            root = analysis.root(ref).root
+            if root not in analysis.carried or root.node not in plans:
+                continue
+            made = plans[root.node].outputs[root.index]
+            pairs = zip(made, wanted, strict=True)
+            if any(isinstance(a, Partial) and not isinstance(b, Partial) for a, b in pairs):
+                module = analysis.graph.by_name[root.node].source.module
+                found[module] = analysis.graph.type_of(root).dtype
+    return found

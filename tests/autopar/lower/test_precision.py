@@ -15,16 +15,19 @@ from autopar.cost.node import axis_seconds
 from autopar.hint import Hint
 from autopar.ir.casts import gradient_values
 from autopar.ir.graph import Ref
+from autopar.ir.sharding import Mesh
 from autopar.lower.program import ACCUMULATE, ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Program
 from autopar.plan.records import Plan
 from autopar.planner.driver import Request, make_plan
 from autopar.search.analysis import Analysis, analyse
+from autopar.search.stages import Pipeline
 from cost_models.cluster import Cluster
 from tests.oracles.lockstep import join, run_lockstep
-from tests.oracles.microbatches import run_microbatches
+from tests.oracles.microbatches import run_microbatches, run_pipeline
 from tests.oracles.mixed import by_hand
 from tests.oracles.models import MODELS, Built
-from tests.oracles.pipeline import values_of, variants_of
+from tests.oracles.pipeline import lanes_of, values_of, variants_of
+from tests.oracles.random_plans import random_stage
 
 LAYOUTS: dict[str, tuple[int, tuple[Hint, ...]]] = {
     "dp2": (2, (hint.degrees(dp=2, tp=1),)),
@@ -97,7 +100,7 @@ def test_parameters_are_cast_before_they_are_gathered(name: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["mlp", "gpt2", "llama"])
+@pytest.mark.parametrize("name", ["mlp", "gpt2", pytest.param("llama", marks=pytest.mark.large)])
 def test_programs_equal_one_process(name: str, layout: str) -> None:
     (model, batch, loss), analysis, captured, _, variants = planned(name, layout, BF16)
     values = values_of(model, batch, analysis, captured)
@@ -165,6 +168,55 @@ def test_small_terms_of_a_sum_are_not_lost(layout: str) -> None:
         for path, ref in analysis.graph.gradients.items():
             found = gradient(path, analysis, ref, variants[0], envs)
             assert found.flatten().tolist() == [expected] * found.numel(), (path, precision)
+
+
+def test_a_plan_says_where_terms_are_summed_early() -> None:
+    model, batch, loss = MODELS["mlp"]()
+
+    def penalized(model: nn.Module, batch: object) -> torch.Tensor:
+        return loss(model, batch) + model.mid.weight.float().square().sum()
+
+    captured = capture_step(model, batch, penalized, grad=True, precision=BF16)
+    analysis = analyse(captured.graph)
+    ranks, hints = LAYOUTS["dp2"]
+    request = Request(model="m", fingerprint="f", cluster=Cluster.local(ranks), hints=hints)
+    notes = [note for note in make_plan(analysis, request).notes if "summed" in note]
+    assert notes and notes[0].startswith("gradients of 'mid' are summed in bfloat16")
+    assert not any("summed" in note for note in planned("mlp", "dp2", BF16)[3].notes)
+
+
+@pytest.mark.parametrize(("layout", "ranks"), [({}, 2), ({"dp": 2}, 4)])
+def test_pipelines_equal_one_process(layout: dict[str, int], ranks: int) -> None:
+    """The embedding is tied to the head: terms of its gradient cross the stages as they are."""
+    model, batch, loss = MODELS["gpt2"]()
+    captured = capture_step(model, batch, loss, grad=True, precision=BF16)
+    analysis = analyse(captured.graph)
+    hints = (hint.degrees(pp=2, tp=1, **{"dp": 1, **layout}), hint.microbatches(2))
+    request = Request(model="m", fingerprint="f", cluster=Cluster.local(ranks), hints=hints)
+    plan = make_plan(analysis, request)
+    pipeline = Pipeline(plan.stages, plan.transfers)
+    values = values_of(model, batch, analysis, captured)
+    _, wanted = by_hand(model, batch, loss)
+    for lane in run_pipeline(lanes_of(analysis, pipeline, plan.schedule), values):
+        programs = lane.variants[0]
+        assert set(sums_of_gradients(analysis, programs[0])) == {"float32"}
+        for path in programs[0].gradients:
+            ref, own = analysis.graph.gradients[path], wanted[path]
+            assert own is not None
+            found = gradient(path, analysis, ref, programs, lane.envs)
+            error = float((found - own.double()).abs().max())
+            assert error <= 5e-2 * max(float(own.abs().max()), 0.1), (path, error)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("mesh", [Mesh(("a",), (3,)), Mesh(("a", "b"), (2, 2)).with_time(2)])
+def test_no_plan_sums_in_bf16(mesh: Mesh, seed: int) -> None:
+    model, batch, loss = MODELS["gpt2"]()
+    captured = capture_step(model, batch, loss, grad=True, precision=BF16)
+    analysis = analyse(captured.graph)
+    stage = random_stage(analysis, mesh, seed)
+    variants = variants_of(analysis, stage, lambda kind, size, axis: 1.0)
+    assert set(sums_of_gradients(analysis, variants[0][0])) <= {"float32"}
 
 
 def bytes_a_parameter(precision: Precision, state: float) -> tuple[int, int, int]:
