@@ -50,6 +50,10 @@ def trained(ranks: int, layout: str) -> dict[str, Any]:
         for key, value in own.items()
         if value.ndim
     }
+    trains = float(parallel(batch).detach())
+    parallel.eval()
+    with torch.no_grad():
+        evaluates = float(parallel(batch))
     memory = parallel.plan.prediction.memory
     held = sum(p.to_local().nbytes for p in parallel.parameters())
     return {
@@ -57,6 +61,7 @@ def trained(ranks: int, layout: str) -> dict[str, Any]:
         "parameters": {name: whole(p) for name, p in parallel.named_parameters()},
         "gradients": grads,
         "states": states,
+        "losses": (trains, evaluates),
         "held": (held, memory.parameters_bytes, memory.optimizer_bytes),
     }
 
@@ -69,6 +74,8 @@ def test_master_weights_move_by_small_steps(pool: Any, ranks: int, layout: str) 
     for rank in pool(ranks).run(trained, ranks, layout):
         assert rank["gradients"] == {"torch.float32"}
         assert rank["states"] == {("exp_avg", "torch.float32"), ("exp_avg_sq", "torch.float32")}
+        trains, evaluates = rank["losses"]
+        assert abs(trains - evaluates) <= 1e-2 * abs(trains)
         held, parameters, optimizer = rank["held"]
         assert held <= parameters and optimizer == 2 * parameters
         for name, start in model.named_parameters():

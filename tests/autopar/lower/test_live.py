@@ -14,6 +14,7 @@ from torch import nn
 from autopar.capture import Captured, capture_step
 from autopar.capture.batch import flatten_batch
 from autopar.capture.interpret import source_values
+from autopar.capture.precision import Precision, precision_of
 from autopar.capture.random import make_key
 from autopar.cost.node import axis_seconds
 from autopar.hint import degrees
@@ -61,11 +62,13 @@ PLANS: Mapping[str, tuple[int, Mapping[str, int]]] = {
 class Subject:
     """A captured model with the tensors that enter its programs."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, precision: Precision | None = None) -> None:
         make, batch, loss = CASES[name]
         torch.manual_seed(0)
         model = make()
-        captured: Captured = capture_step(model, batch, loss, grad=True)
+        captured: Captured = capture_step(
+            model, batch, loss, grad=True, precision=precision or precision_of(None)
+        )
         self.analysis: Analysis = analyse(captured.graph)
         paths, tensors, _ = flatten_batch(batch)
         self.values = source_values(
@@ -101,6 +104,12 @@ class Subject:
 @pytest.fixture(scope="module", params=list(CASES))
 def subject(request: pytest.FixtureRequest) -> Subject:
     return Subject(request.param)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_live_bytes_are_exact_in_mixed_precision(plan: str) -> None:
+    subject = Subject("mlp", precision_of("bf16"))
+    assert_same_bytes(subject, subject.planned(*PLANS[plan]))
 
 
 def assert_same_bytes(subject: Subject, stage: StagePlan) -> None:

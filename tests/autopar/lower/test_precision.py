@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import autopar
 from autopar import hint
 from autopar.capture import Captured, capture_step
 from autopar.capture.precision import Precision, precision_of
@@ -228,6 +229,22 @@ def bytes_a_parameter(precision: Precision, state: float) -> tuple[int, int, int
     assert memory.optimizer_bytes == state * count
     assert memory.parameters_bytes % count == 0
     return memory.parameters_bytes // count, memory.optimizer_bytes // count, count
+
+
+def test_zero_paper_takes_sixteen_bytes_a_parameter() -> None:
+    model, batch, loss = MODELS["mlp"]()
+    memory = autopar.plan(
+        model,
+        Cluster.local(1),
+        batch,
+        loss=loss,
+        precision="zero_paper",
+        optimizer=autopar.OptimizerSpec(state_bytes=12),
+    ).prediction.memory
+    count = sum(p.numel() for p in model.parameters())
+    assert (memory.parameters_bytes, memory.optimizer_bytes) == (2 * count, 12 * count)
+    graph = capture_step(model, batch, loss, grad=True, precision=precision_of("zero_paper")).graph
+    assert sum(graph.type_of(ref).num_bytes for ref in graph.gradients.values()) == 2 * count
 
 
 def test_planned_bytes_follow_the_stored_dtype() -> None:
