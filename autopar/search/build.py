@@ -177,6 +177,7 @@ class _Builder:
             analysis,
             [c.strategies for c in self.classes],
             lambda ref, sharding: self._at_root(analysis.root(ref), sharding),
+            in_loop=mesh.time_axis is not None,
         )
         self.entries = self.all_entries
         self.places = places(self.entries)

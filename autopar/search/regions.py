@@ -97,7 +97,11 @@ def is_sum(rule: Rule) -> bool:
 
 
 def merge_regions(
-    analysis: Analysis, strategies: Sequence[Sequence[Strategy]], at_root: AtRoot
+    analysis: Analysis,
+    strategies: Sequence[Sequence[Strategy]],
+    at_root: AtRoot,
+    *,
+    in_loop: bool,
 ) -> tuple[Entry, ...]:
     """The entries of the problem.
 
@@ -105,8 +109,10 @@ def merge_regions(
         analysis: The step.
         strategies: Strategies of every class.
         at_root: Maps shardings of views to their roots.
+        in_loop: Whether microbatches are planned. What is made of the batch alone may then be read
+            a microbatch at a time here and over the whole batch there, so it chooses by itself.
     """
-    merger = _Merger(analysis, strategies, at_root)
+    merger = _Merger(analysis, strategies, at_root, in_loop)
     return merger.run()
 
 
@@ -114,8 +120,13 @@ class _Merger:
     """Working state of `merge_regions`."""
 
     def __init__(
-        self, analysis: Analysis, strategies: Sequence[Sequence[Strategy]], at_root: AtRoot
+        self,
+        analysis: Analysis,
+        strategies: Sequence[Sequence[Strategy]],
+        at_root: AtRoot,
+        in_loop: bool,
     ) -> None:
+        self.apart = analysis.data if in_loop else frozenset()
         self.analysis = analysis
         self.strategies = strategies
         self.at_root = at_root
@@ -150,6 +161,8 @@ class _Merger:
         if graph.by_name[root.node].phase is not node.phase:
             return
         if graph.type_of(ref).shape != node.outputs[0].shape:
+            return
+        if (root.node in self.apart) != (node.name in self.apart):
             return
         if not self._always(reader, port, maker):
             return

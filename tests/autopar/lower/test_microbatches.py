@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
 from autopar.capture import capture_step
 from autopar.cost.node import NodeCost, axis_seconds
@@ -50,6 +52,23 @@ def exact(built: Built, mesh: Mesh) -> BuiltProblem:
 @pytest.mark.parametrize("name", MODELS)
 def test_two_microbatches_are_exact(name: str, mesh: str) -> None:
     exact(MODELS[name](), MESHES[mesh].with_time(2))
+
+
+class Scaled(nn.Module):
+    """What is made of the batch alone is read in the loop and, for the gradient, behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.double() * self.scale).sum()
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_gradient_made_of_the_batch_alone_is_exact(mesh: str) -> None:
+    built = Scaled(), torch.randn(8, 3), lambda model, x: model(x)
+    exact(built, MESHES[mesh].with_time(2))
 
 
 @pytest.mark.parametrize("seed", range(4))
