@@ -218,7 +218,9 @@ class Builder:
         shape = (*kind.shape[:dim], length, *kind.shape[dim + 1 :])
         out = TensorType(shape, kind.dtype)
         cut = self.call("aten.slice.Tensor", (value, dim, start, start + length), out)
-        return cut if math.prod(kind.shape[:dim]) == 1 else self.copy(cut)
+        # A piece of a gradient outlives the whole, which must not be held by it.
+        plain = math.prod(kind.shape[:dim]) == 1 and self.purpose != "gradients"
+        return cut if plain else self.copy(cut)
 
     def pad(self, value: Ref, dim: int, length: int) -> Ref:
         """The value with zeros behind it along ``dim``, ``length`` in all."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.cost.node import NodeCost, axis_seconds, update_bytes_per_s
-from autopar.errors import HintError, InfeasibleError, SearchTimeoutError
+from autopar.errors import HintError, InfeasibleError, SearchTimeoutError, UnsupportedError
 from autopar.hint import Hint
 from autopar.ir.graph import CONSTANT, INPUT, KEY, Graph
 from autopar.ir.sharding import WHOLE, Mesh, Sharding, Split
@@ -118,6 +118,20 @@ class Candidate:
     def step_s(self) -> float:
         return self.simulation.seconds + self.update_s
 
+    @property
+    def num_stages(self) -> int:
+        return len({stage.first_rank for stage in self.pipeline.stages})
+
+    @property
+    def objective_s(self) -> float:
+        """Seconds as the search models them: of the whole model, shared by the stages."""
+        return self.solution.objective_s / self.num_stages
+
+    @property
+    def bound_s(self) -> float:
+        """Proven least of them on this mesh."""
+        return self.solution.bound_s / self.num_stages
+
 
 @no_collection()
 def make_plan(analysis: Analysis, request: Request) -> Plan:
@@ -128,56 +142,191 @@ def make_plan(analysis: Analysis, request: Request) -> Plan:
         InfeasibleError: It is proven that no plan fits the memory.
         SearchTimeoutError: The time ran out before a plan was found.
     """
-    start = time.perf_counter()
     settled = settle(analysis, request.cluster, request.hints, request.memory_fraction)
-    tried: list[tuple[str, float | None]] = []
-    found: list[Candidate] = []
-    failures: list[_Failure] = []
-    taken = request.settled_plan
-    if taken is None:
-        num_stages = 1 if settled.degrees is None else settled.degrees.pp or 1
-        spaces = meshes(request.cluster, settled.degrees, num_stages=num_stages)
-    else:
-        num_stages = taken.num_stages
-        spaces = (taken.mesh.space,)
-        chunks = len(taken.stages) // num_stages
-        settled = replace(settled, schedule=taken.schedule, chunks=chunks)
-    layout = Layout(
-        schedule=settled.schedule,
-        num_stages=num_stages,
-        num_chunks=settled.chunks,
-        hints=settled.cuts,
+    outer = _Outer(analysis, request, settled)
+    outer.run()
+    if not outer.found:
+        raise _nothing_fits(analysis, settled, outer.failures)
+    best = min(outer.found, key=lambda c: c.step_s)
+    return _plan(analysis, request, settled, best, outer.found, outer.tried, outer.seconds)
+
+
+class _Outer:
+    """The outer choices: stages, schedule, microbatches and mesh.
+
+    Attributes:
+        tried: Meshes with what the search found on them.
+        found: What fits.
+        failures: What does not.
+    """
+
+    def __init__(self, analysis: Analysis, request: Request, settled: Settled) -> None:
+        self.analysis = analysis
+        self.request = request
+        self.settled = settled
+        self.start = time.perf_counter()
+        self.tried: list[tuple[str, float | None]] = []
+        self.found: list[Candidate] = []
+        self.failures: list[_Failure] = []
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.start
+
+    def run(self) -> None:
+        """Try what the hints leave."""
+        taken, settled = self.request.settled_plan, self.settled
+        cluster, degrees = self.request.cluster, settled.degrees
+        if taken is not None:
+            chunks = len(taken.stages) // taken.num_stages
+            self.settled = settled = replace(settled, schedule=taken.schedule, chunks=chunks)
+            self._try_layout(self._layout(taken.num_stages), (taken.mesh.space,))
+            return
+        asked = None if degrees is None else degrees.pp
+        layout = self._layout(asked or 1)
+        least_starts(self.analysis, layout.hints, layout.lanes)
+        self._try_layout(layout, meshes(cluster, degrees, num_stages=layout.num_stages))
+        if asked is None:
+            self._try_pipelines()
+
+    def _layout(self, num_stages: int) -> Layout:
+        return Layout(
+            schedule=self.settled.schedule,
+            num_stages=num_stages,
+            num_chunks=self.settled.chunks,
+            hints=self.settled.cuts,
+        )
+
+    def _try_layout(self, layout: Layout, spaces: Sequence[Mesh]) -> None:
+        """Try meshes with more and more microbatches, as long as memory asks for them."""
+        counts = microbatch_counts(self.analysis.graph, self.settled.microbatches, layout)
+        before = math.inf
+        for count in counts:
+            here = [self._try(layout, space.with_time(count)) for space in spaces]
+            fitting = [candidate for candidate in here if candidate is not None]
+            now = min((c.step_s for c in fitting), default=math.inf)
+            # More microbatches only help to hold less.
+            if any(not c.limited for c in fitting) or now >= before < math.inf:
+                break
+            before = now
+
+    def _try(self, layout: Layout, mesh: Mesh) -> Candidate | None:
+        if misfit := batch_misfit(self.analysis.graph, mesh):
+            if self.settled.microbatches is not None:
+                raise HintError(misfit)
+            self.failures.append(_Failure(mesh, True, float("inf")))
+            return None
+        return self._finish(_prepare(self.analysis, self.request, self.settled, mesh, layout))
+
+    def _finish(self, search: _Search) -> Candidate | None:
+        outcome = _finish(self.analysis, self.request, search, self._left_s)
+        several = search.num_stages > 1
+        stages = f"{search.num_stages} stages of " if several else ""
+        name = f"{stages}{describe_mesh(search.plain.mesh)}"
+        if isinstance(outcome, Candidate):
+            self.found.append(outcome)
+            self.tried.append((name, outcome.objective_s))
+            return outcome
+        self.failures.append(outcome)
+        self.tried.append((name, None))
+        return None
+
+    @property
+    def _left_s(self) -> float:
+        return max(self.request.time_limit_s - self.seconds, 1.0)
+
+    def _try_pipelines(self) -> None:
+        """Try stages of whole nodes, those that promise most first, until one fits.
+
+        A pipeline idles for (stages - 1) / microbatches of what it computes: where that leaves
+        less than `WORTH` of the step to gain, it is not solved.
+        """
+        promising: list[tuple[float, int, _Search]] = []
+        for num_stages in stage_counts(self.analysis, self.request.cluster):
+            search = self._pipeline(self._layout(num_stages))
+            if search is not None:
+                seconds = search.estimate_s(self._left_s)
+                promising.append((seconds, num_stages, search))
+        for seconds, _, search in sorted(promising, key=lambda item: item[:2]):
+            if seconds >= (1 - WORTH) * self._best_s or self._finish(search) is not None:
+                break
+
+    def _pipeline(self, layout: Layout) -> _Search | None:
+        """The problem of a pipeline, if it is worth a look."""
+        cluster, degrees = self.request.cluster, self.settled.degrees
+        try:
+            mesh = meshes(cluster, degrees, num_stages=layout.num_stages)[0]
+        except HintError:
+            return None
+        count = self.settled.microbatches or _filling(self.analysis.graph, layout, mesh)
+        mesh = mesh.with_time(count)
+        if not layout.fits(count) or count < 2 or batch_misfit(self.analysis.graph, mesh):
+            return None
+        ideal_s = min((_ideal_s(c) for c in self.found), default=0.0)
+        if ideal_s * (1 + (layout.num_stages - 1) / count) > (1 - WORTH) * self._best_s:
+            return None
+        try:
+            return _prepare(self.analysis, self.request, self.settled, mesh, layout)
+        except (HintError, UnsupportedError):
+            # It cannot run in microbatches, or not under the hints: then it is no pipeline.
+            return None
+
+    @property
+    def _best_s(self) -> float:
+        return min((c.step_s for c in self.found), default=math.inf)
+
+
+WORTH = 0.1
+"""Least part of the step that a pipeline must be able to gain to be tried."""
+
+
+def stage_counts(analysis: Analysis, cluster: Cluster) -> tuple[int, ...]:
+    """Numbers of stages to try: powers of two of whole nodes, no more than repeated blocks."""
+    nodes = cluster.num_devices // cluster.levels[0].size
+    depth = max((len(names) for names in analysis.folding.classes), default=1)
+    return tuple(count for count in (2, 4, 8, 16) if nodes % count == 0 and count <= max(depth, 2))
+
+
+def _filling(graph: Graph, layout: Layout, mesh: Mesh) -> int:
+    """Microbatches of a pipeline: the most that leave every outer rank a sample, up to 8 a stage.
+
+    Args:
+        graph: The step.
+        layout: The pipeline.
+        mesh: Of one stage; its outermost axis is the likeliest to split the batch.
+    """
+    samples = _samples(graph)
+    outer = mesh.sizes[0] if len(mesh.sizes) > 1 else 1
+    fitting = [
+        count
+        for count in COUNTS
+        if samples % count == 0
+        and samples // count >= min(outer, samples)
+        and count <= 8 * layout.num_stages
+        and layout.fits(count)
+    ]
+    return max(fitting, default=1)
+
+
+def _ideal_s(candidate: Candidate) -> float:
+    """Seconds of the step if every class took its fastest strategy and nothing moved."""
+    return sum(min(node.seconds) for node in candidate.built.problem.nodes)
+
+
+COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""Numbers of microbatches that are tried."""
+
+
+def _samples(graph: Graph) -> int:
+    """Samples of the batch: of its input that has fewest."""
+    return min(
+        (
+            node.outputs[0].shape[graph.batch_dims[node.target]]
+            for node in graph.sources(INPUT)
+            if node.target in graph.batch_dims
+        ),
+        default=1,
     )
-    if taken is None:
-        least_starts(analysis, layout.hints, layout.lanes)
-    counts = microbatch_counts(analysis.graph, settled.microbatches, layout)
-    before = math.inf
-    for count in counts:
-        here: list[Candidate] = []
-        for mesh in (space.with_time(count) for space in spaces):
-            if misfit := batch_misfit(analysis.graph, mesh):
-                if settled.microbatches is not None:
-                    raise HintError(misfit)
-                failures.append(_Failure(mesh, True, float("inf")))
-                continue
-            left = request.time_limit_s - (time.perf_counter() - start)
-            outcome = _try_mesh(analysis, request, settled, mesh, layout, max(left, 1.0))
-            if isinstance(outcome, Candidate):
-                here.append(outcome)
-                tried.append((describe_mesh(mesh), outcome.solution.objective_s))
-            else:
-                failures.append(outcome)
-                tried.append((describe_mesh(mesh), None))
-        found += here
-        now = min((c.step_s for c in here), default=math.inf)
-        # More microbatches only help to hold less.
-        if any(not c.limited for c in here) or now >= before < math.inf:
-            break
-        before = now
-    if not found:
-        raise _nothing_fits(analysis, settled, failures)
-    best = min(found, key=lambda c: c.step_s)
-    return _plan(analysis, request, settled, best, found, tried, time.perf_counter() - start)
 
 
 def microbatch_counts(
@@ -198,15 +347,8 @@ def microbatch_counts(
         if layout is not None and num_stages > 1:
             layout.check(forced)
         return (forced,)
-    samples = min(
-        (
-            node.outputs[0].shape[graph.batch_dims[node.target]]
-            for node in graph.sources(INPUT)
-            if node.target in graph.batch_dims
-        ),
-        default=1,
-    )
-    fitting = [count for count in (1, 2, 4, 8, 16, 32, 64, 128) if samples % count == 0]
+    samples = _samples(graph)
+    fitting = [count for count in COUNTS[:-1] if samples % count == 0]
     if layout is None or num_stages == 1:
         return tuple(fitting)
     possible = [count for count in fitting if layout.fits(count)]
@@ -241,15 +383,10 @@ class _Failure:
     least_bytes: float
 
 
-def _try_mesh(
-    analysis: Analysis,
-    request: Request,
-    settled: Settled,
-    mesh: Mesh,
-    layout: Layout,
-    time_limit_s: float,
-) -> Candidate | _Failure:
-    num_stages = layout.num_stages
+def _prepare(
+    analysis: Analysis, request: Request, settled: Settled, mesh: Mesh, layout: Layout
+) -> _Search:
+    """The problem of a mesh, not solved yet."""
     if request.settled_plan is not None:
         stored = _stored(request.settled_plan, mesh)
         restrictions = replace(settled.restrictions, stored=stored)
@@ -261,15 +398,17 @@ def _try_mesh(
         update_bytes_per_s=update_bytes_per_s(request.cluster.device(0)),
     )
     built = build_problem(
-        analysis,
-        mesh,
-        cost,
-        states,
-        settled.restrictions,
-        num_stages=num_stages,
+        analysis, mesh, cost, states, settled.restrictions, num_stages=layout.num_stages
     )
-    allowed = float(settled.memory_limit_bytes)
-    search = _Search(built, num_stages, forced=bool(settled.restrictions.recompute))
+    forced = bool(settled.restrictions.recompute)
+    return _Search(built, layout, cost, forced=forced, allowed=float(settled.memory_limit_bytes))
+
+
+def _finish(
+    analysis: Analysis, request: Request, search: _Search, time_limit_s: float
+) -> Candidate | _Failure:
+    """Solve a mesh until what is lowered fits."""
+    mesh, num_stages, allowed = search.plain.mesh, search.num_stages, search.allowed
     limit: float | None = None
     least = float("inf")
     for _ in range(ROUNDS):
@@ -283,9 +422,11 @@ def _try_mesh(
             limit = allowed
             continue
         if num_stages > 1:
-            candidate = _evaluate_stages(analysis, request, cost, found, solution, layout)
+            candidate = _evaluate_stages(
+                analysis, request, search.cost, found, solution, search.layout
+            )
         else:
-            candidate = evaluate(analysis, request, cost, found, solution)
+            candidate = evaluate(analysis, request, search.cost, found, solution)
         used = candidate.memory.total_bytes
         if used <= allowed:
             return replace(candidate, limited=limit is not None)
@@ -312,10 +453,15 @@ class _Search:
     activations were gone.
     """
 
-    def __init__(self, built: Built, num_stages: int, *, forced: bool) -> None:
+    def __init__(
+        self, built: Built, layout: Layout, cost: NodeCost, *, forced: bool, allowed: float
+    ) -> None:
         self.plain = built
-        self.num_stages = num_stages
+        self.layout = layout
+        self.num_stages = layout.num_stages
+        self.cost = cost
         self.forced = forced
+        self.allowed = allowed
         self.unbound: Solution | None = None
         self.joint: Built | None = None
 
@@ -326,8 +472,8 @@ class _Search:
             limit: Bytes a rank may use; None for any.
             time_limit_s: For the solver.
         """
-        if self.unbound is None:
-            self.unbound = solve(self.plain.problem, time_limit_s=time_limit_s)
+        self.estimate_s(time_limit_s)
+        assert self.unbound is not None
         if (limit is None and not self.forced) or not self.unbound.choice:
             return self.plain, self.unbound
         total = None if limit is None else limit * self.num_stages
@@ -341,6 +487,13 @@ class _Search:
             status = "feasible" if solution.status == "optimal" else solution.status
             solution = replace(solution, status=status, bound_s=bound_s)
         return self.joint, solution
+
+    def estimate_s(self, time_limit_s: float) -> float:
+        """Seconds of the step if memory did not bind and stages shared the work evenly."""
+        if self.unbound is None:
+            self.unbound = solve(self.plain.problem, time_limit_s=time_limit_s)
+        idle = (self.num_stages - 1) / self.plain.mesh.microbatches
+        return self.unbound.objective_s / self.num_stages * (1 + idle)
 
     def _near(
         self, unbound: Solution, total: float | None, time_limit_s: float
@@ -602,8 +755,8 @@ def _plan(
     seconds: float,
 ) -> Plan:
     graph = analysis.graph
-    bound = min(c.solution.bound_s for c in found)
-    objective = best.solution.objective_s
+    bound = min(c.bound_s for c in found)
+    objective = best.objective_s
     optimal = all(c.solution.status == "optimal" for c in found)
     return Plan(
         model=request.model,

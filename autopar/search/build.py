@@ -452,7 +452,9 @@ class _Builder:
                     seconds = step_s(kind, step, self.mesh, self.cost.collective_s)
                     if seconds == float("inf"):
                         continue
-                    arcs.append(Arc(tail, head, seconds * count))
+                    added_up = axis == self.mesh.time_axis and what == ALL_REDUCE
+                    held = local_bytes(kind, after) * count if added_up else 0
+                    arcs.append(Arc(tail, head, seconds * count, float(held)))
         return tuple(arcs)
 
     # -- recompute ------------------------------------------------------------------------------
@@ -564,7 +566,12 @@ class _Builder:
         )
 
     def _gradients_by(self, recompute: Recompute, at: int) -> Iterable[tuple[int, float]]:
-        """(entry, share) of the gradients that are made by a position of the backward."""
+        """(entry, share) of the gradients that are made by a position of the backward.
+
+        Behind a loop of microbatches they are made when it is over.
+        """
+        if self.mesh.time_axis is not None:
+            return
         for number, made in enumerate(self.classes):
             if made.node.op != PARAMETER or made.node.target not in self.gradients:
                 continue

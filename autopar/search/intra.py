@@ -90,6 +90,7 @@ class _Columns:
     keep: list[range | None] = field(default_factory=list)
     remade: list[range | None] = field(default_factory=list)
     extra: list[range | None] = field(default_factory=list)
+    added_up: list[tuple[int, float]] = field(default_factory=list)
 
 
 def solve(problem: Problem, *, time_limit_s: float = 60.0, gap: float = GAP) -> Solution:
@@ -125,6 +126,7 @@ class _Outcome:
 
 
 _NOTHING = np.zeros(0)
+_NOTHING_FOUND = _Outcome("time_limited", _NOTHING)
 DIVE_GAP = 3e-3
 """Relative gap at which a rounded relaxation is good enough not to branch."""
 
@@ -237,13 +239,29 @@ _PROVEN = (
 def _run(program: _Program, deadline: float, gap: float, *, relaxed: bool) -> _Outcome:
     """Hand a program, or its relaxation, to the solver.
 
+    Without presolve the solver now and then calls a program infeasible that is not: that is
+    believed with presolve only.
+    """
+    found = _NOTHING_FOUND
+    for options in (_ALONE, _BRANCHING) if relaxed else (_BRANCHING,):
+        found = _run_with(options, program, deadline, gap, relaxed=relaxed)
+        if len(found.values):
+            break
+    return found
+
+
+def _run_with(
+    options: Mapping[str, str], program: _Program, deadline: float, gap: float, *, relaxed: bool
+) -> _Outcome:
+    """Run the solver once.
+
     The records of MathOpt go in and out as they are: its objects would be made of every column and
     of a basis that nobody reads.
     """
     parameters = mathopt.SolveParameters(
         time_limit=datetime.timedelta(seconds=max(deadline - time.perf_counter(), 1.0)),
         relative_gap_tolerance=gap,
-        highs=highs_pb2.HighsOptionsProto(string_options=_ALONE if relaxed else _BRANCHING),
+        highs=highs_pb2.HighsOptionsProto(string_options=options),
     )
     result = solver.solve(
         _proto(program, relaxed=relaxed),
@@ -346,19 +364,19 @@ def _add_flows(program: _Program, problem: Problem, columns: _Columns) -> None:
             exact.append([[] for _ in range(value.num_layouts)])
             exact[-1][layout] = [(-1, 1.0)]
         if keep is None:
-            _add_phase(program, value, made, exact, [])
+            _add_phase(program, value, made, exact, [], columns)
             continue
         kept: _Terms = [[(keep[n], 1.0)] for n in range(value.num_layouts)]
         if value.backward and value.rerun is None:
-            _add_phase(program, value, made, [*exact, kept], [])
+            _add_phase(program, value, made, [*exact, kept], [], columns)
         else:
-            _add_phase(program, value, made, exact, [kept])
+            _add_phase(program, value, made, exact, [kept], columns)
         there = [list(terms) for terms in kept]
         if value.rerun is not None:
             for layout, column in zip(value.gives, columns.again[value.rerun], strict=True):
                 there[layout].append((column, 1.0))
         exact = [_demand(value, columns.pick[need.node], need.layouts) for need in value.backward]
-        _add_phase(program, value, there, exact, _again(program, value, columns))
+        _add_phase(program, value, there, exact, _again(program, value, columns), columns)
 
 
 def _again(program: _Program, value: Value, columns: _Columns) -> list[_Terms]:
@@ -395,7 +413,12 @@ def _demand(value: Value, pick: range, layouts: Sequence[int]) -> _Terms:
 
 
 def _add_phase(
-    program: _Program, value: Value, made: _Terms, exact: list[_Terms], least: list[_Terms]
+    program: _Program,
+    value: Value,
+    made: _Terms,
+    exact: list[_Terms],
+    least: list[_Terms],
+    columns: _Columns,
 ) -> None:
     """The flows of one phase.
 
@@ -405,6 +428,7 @@ def _add_phase(
         made: What is there at the start, by layout.
         exact: Demands that add up to what is there.
         least: Demands that may leave something of it over.
+        columns: Where what is added up in the loop is noted.
     """
     shared = len(exact) + len(least) > 1
     upper = np.inf if least else 1.0
@@ -417,6 +441,9 @@ def _add_phase(
             for index, cost in enumerate(costs):
                 if cost > 0:
                     program.row(-np.inf, 0, [(flow[index], 1.0), (paid[index], -1.0)])
+        held = [(flow[n], arc.held_bytes) for n, arc in enumerate(value.arcs) if arc.held_bytes]
+        if number == 0:
+            columns.added_up += held
 
 
 def _add_flow(
@@ -502,11 +529,13 @@ def _add_memory(
         if keep is not None:
             counted = keep if extra is None else extra
             kept += [(counted[n], size / 2**30) for n, size in enumerate(value.kept_bytes) if size]
-    program.row(-np.inf, limit, resident + kept + room)
+    added_up = [(column, size / 2**30) for column, size in columns.added_up]
+    program.row(-np.inf, limit, resident + added_up + kept + room)
     program.row(-np.inf, limit, gradients + room)
     for moment in problem.moments:
         total: dict[int, float] = {}
-        for column, size in resident + _add_moment(program, problem, columns, moment) + room:
+        here = _add_moment(program, problem, columns, moment)
+        for column, size in [*resident, *added_up, *here, *room]:
             total[column] = total.get(column, 0.0) + size
         program.row(-np.inf, limit, list(total.items()))
 
@@ -664,7 +693,8 @@ def _memory(problem: Problem, columns: _Columns, found: NDArray[np.float64]) -> 
         + _remade_bytes(problem, columns, found, moment)
         for moment in problem.moments
     )
-    return (resident + sum(saved), resident + sum(gradients), *(resident + m for m in moments))
+    loop = resident + sum(float(found[column]) * size for column, size in columns.added_up)
+    return (loop + sum(saved), resident + sum(gradients), *(loop + m for m in moments))
 
 
 def _remade_bytes(

@@ -41,11 +41,15 @@ class Choices:
 
 @dataclass(frozen=True, slots=True)
 class Arc:
-    """A change of layout: from ``tail`` to ``head`` for ``seconds`` (all members)."""
+    """A change of layout: from ``tail`` to ``head`` for ``seconds`` (all members).
+
+    What is added up over the microbatches holds ``held_bytes`` through the loop.
+    """
 
     tail: int
     head: int
     seconds: float
+    held_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -227,14 +227,19 @@ CASES: dict[str, Case] = {
     ),
 }
 CASES |= {
+    "hint.recompute of nothing": (
+        lambda: compile_mlp(hint.recompute("layers.*.mpl")),
+        HintError,
+        ("layers.*.mpl", "did you mean"),
+    ),
+}
+CASES |= {
     f"hint.{later.__name__}": (
         lambda later=later, given=given: compile_mlp(later(*given)),  # type: ignore[misc]
         UnsupportedError,
         (str(later(*given)), "leave it out"),  # type: ignore[operator]
     )
     for later, given in (
-        (hint.recompute, ("*",)),
-        (hint.keep, ("up",)),
         (hint.offload, ("up",)),
         (hint.per_microbatch, ("norm",)),
     )

@@ -9,12 +9,16 @@ import torch
 
 from autopar import hint
 from autopar.capture import capture_step
-from autopar.cost.node import axis_seconds
+from autopar.cost.node import NodeCost, axis_seconds
 from autopar.errors import HintError, InfeasibleError
 from autopar.hint import Hint
+from autopar.ir.sharding import Mesh
 from autopar.plan.records import Plan
-from autopar.planner.driver import Request, make_plan
+from autopar.planner.driver import Request, evaluate, make_plan
 from autopar.search.analysis import Analysis, analyse
+from autopar.search.build import StateBytes, build_problem
+from autopar.search.intra import solve
+from autopar.search.restrict import Restrictions
 from cost_models.cluster import Cluster
 from tests.oracles.models import gpt2
 from tests.oracles.pipeline import assert_exact, programs_of
@@ -108,3 +112,25 @@ def test_frozen_layers_in_front_save_nothing() -> None:
     found = capture_step(model, torch.ones(4, 8), lambda m, x: m(x).sum(), grad=True)
     plan = planned(analyse(found.graph), 1, hint.recompute("0"))
     assert not plan.stage.recomputed
+
+
+@pytest.mark.parametrize("mesh", ["one", "free", "microbatches", "dp of microbatches"])
+def test_the_problem_knows_what_the_program_holds(
+    captured: tuple[Analysis, Any], mesh: str
+) -> None:
+    """At the end of the forward, in the backward, and what microbatches add up."""
+    analysis, _ = captured
+    chosen = {
+        "one": Mesh(("a",), (1,)),
+        "free": Mesh(("a",), (2,)),
+        "microbatches": Mesh(("a",), (1,)).with_time(4),
+        "dp of microbatches": Mesh(("dp",), (2,), roles=("dp",)).with_time(2),
+    }[mesh]
+    cluster = Cluster.local(chosen.num_ranks)
+    cost = NodeCost(cluster.device(0), chosen, axis_seconds(cluster, chosen))
+    states = StateBytes(per_element=8.0, update_bytes_per_s=1e9)
+    built = build_problem(analysis, chosen, cost, states, Restrictions())
+    solution = solve(built.problem)
+    request = Request(model="m", fingerprint="f", cluster=cluster)
+    used = evaluate(analysis, request, cost, built, solution).memory.total_bytes
+    assert max(solution.memory_bytes) == pytest.approx(used, rel=0.01)
