@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
@@ -195,13 +195,24 @@ DEGREES = tuple(item.name for item in fields(hint.Degrees))
 HINTS = (
     *DEGREES,
     "cut_before",
+    "keep",
     "memory_limit",
     "microbatches",
+    "recompute",
     "replicate",
     "schedule",
     "shard",
     "stage",
 )
+
+
+_OF_PATTERN: Mapping[str, Callable[[str], Hint]] = {
+    "cut_before": hint.cut_before,
+    "keep": hint.keep,
+    "recompute": hint.recompute,
+    "replicate": hint.replicate,
+}
+"""Hints that are made of one pattern."""
 
 
 def parse_hints(texts: Iterable[str]) -> tuple[Hint, ...]:
@@ -210,8 +221,8 @@ def parse_hints(texts: Iterable[str]) -> tuple[Hint, ...]:
     Args:
         texts: ``dp=2``, ``zero=3`` (degrees are joined into one hint), ``memory_limit=60GiB``,
             ``microbatches=8``, ``schedule=gpipe``, ``schedule=interleaved:3`` (chunks),
-            ``cut_before=layers.16``, ``stage=lm_head:3``, ``replicate=*.norm*``,
-            ``shard=*.q_proj.weight:0:tp``.
+            ``cut_before=layers.16``, ``stage=lm_head:3``, ``recompute=*.mlp``, ``keep=*.attn``,
+            ``replicate=*.norm*``, ``shard=*.q_proj.weight:0:tp``.
 
     Raises:
         HintError: A text is none of these.
@@ -233,13 +244,11 @@ def parse_hints(texts: Iterable[str]) -> tuple[Hint, ...]:
         elif name == "schedule":
             schedule, colon, chunks = value.partition(":")
             found.append(hint.schedule(schedule, _number(chunks, text) if colon else None))
-        elif name == "cut_before":
-            found.append(hint.cut_before(value))
+        elif name in _OF_PATTERN:
+            found.append(_OF_PATTERN[name](value))
         elif name == "stage":
             pattern, _, number = value.rpartition(":")
             found.append(hint.stage(pattern, _number(number, text)))
-        elif name == "replicate":
-            found.append(hint.replicate(value))
         else:
             found.append(_shard(value, text))
     return (hint.degrees(**degrees), *found) if degrees else tuple(found)

@@ -125,6 +125,10 @@ def test_hints_are_read() -> None:
         hint.degrees(dp=2, zero=3),
         hint.memory_limit("2GiB"),
     )
+    assert parse_hints(["recompute=*.mlp", "keep=h.0"]) == (
+        hint.recompute("*.mlp"),
+        hint.keep("h.0"),
+    )
     assert parse_hints(["shard=*.q:0:tp", "replicate=*.norm*", "microbatches=2"]) == (
         hint.shard("*.q", 0, "tp"),
         hint.replicate("*.norm*"),
