@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 
 from autopar.errors import PlanError
-from autopar.ir.graph import INPUT, PARAMETER, SOURCE_OPS, Graph, Node, Ref, TensorType
+from autopar.ir.graph import INPUT, PARAMETER, SOURCE_OPS, Graph, Node, Phase, Ref, TensorType
 from autopar.ir.sharding import Mesh, Partial, Sharding, Split, is_legal
 from autopar.plan.records import NodePlan, ParameterPlan, Plan, StagePlan
 from autopar.plan.wording import sharding_text
@@ -54,6 +54,7 @@ def check(
         _check_inputs(stage, graph)
         _check_nodes(stage, graph, views)
         _check_kept(stage, graph)
+        _check_recomputed(stage, graph)
         _check_follows(stage, graph, follows)
     _check_complete(plan, graph, views)
 
@@ -205,6 +206,15 @@ def _check_kept(stage: StagePlan, graph: Graph) -> None:
         for sharding in shardings:
             kind = graph.type_of(Ref(node, at))
             _check_sharding(sharding, kind, stage.mesh, f"value {name!r} is kept")
+
+
+def _check_recomputed(stage: StagePlan, graph: Graph) -> None:
+    placed = {entry.name for entry in stage.nodes}
+    for name in stage.recomputed:
+        if name not in placed:
+            raise _edited(f"it recomputes node {name!r}, which does not run there")
+        if graph.by_name[name].phase is not Phase.FORWARD:
+            raise _edited(f"it recomputes node {name!r}, which runs in the backward")
 
 
 def _check_follows(stage: StagePlan, graph: Graph, follows: Follows | None) -> None:

@@ -202,6 +202,7 @@ class _Splitter:
                     self.plan,
                     nodes=nodes,
                     parameters=owned,
+                    recomputed=tuple(n for n in self.plan.recomputed if n in members[stage]),
                     first_rank=self.plan.first_rank + self.lanes[stage] * self.plan.mesh.num_ranks,
                 )
             )

@@ -154,6 +154,14 @@ def _node(entry: NodePlan) -> Callable[[StagePlan], StagePlan]:
             "it places node 'mul', which is not in the captured step",
         ),
         (_node(STAGE.nodes[1]), "it places node 'sum' twice"),
+        (
+            lambda s: replace(s, recomputed=("mul",)),
+            "it recomputes node 'mul', which does not run there",
+        ),
+        (
+            lambda s: replace(s, recomputed=("grad",)),
+            "it recomputes node 'grad', which runs in the backward",
+        ),
         (_node(NodePlan(name="t", operands=(ALL,), outputs=(ALL,))), "'t', a view, which follows"),
         (
             _node(NodePlan(name="mm", operands=(ROWS,), outputs=(ROWS,))),
