@@ -40,6 +40,7 @@ from ortools.math_opt import model_pb2, result_pb2, solution_pb2
 from ortools.math_opt.core.python import solver
 from ortools.math_opt.python import mathopt
 from ortools.math_opt.solvers import highs_pb2
+from pybind11_abseil.status import StatusNotOk
 
 from autopar.search.problem import Moment, Problem, Shares, Solution, Value
 
@@ -239,8 +240,8 @@ _PROVEN = (
 def _run(program: _Program, deadline: float, gap: float, *, relaxed: bool) -> _Outcome:
     """Hand a program, or its relaxation, to the solver.
 
-    Without presolve the solver now and then calls a program infeasible that is not: that is
-    believed with presolve only.
+    Without presolve the solver now and then gives up, or calls a program infeasible that is not:
+    only what it finds is believed then.
     """
     found = _NOTHING_FOUND
     for options in (_ALONE, _BRANCHING) if relaxed else (_BRANCHING,):
@@ -263,17 +264,21 @@ def _run_with(
         relative_gap_tolerance=gap,
         highs=highs_pb2.HighsOptionsProto(string_options=options),
     )
-    result = solver.solve(
-        _proto(program, relaxed=relaxed),
-        mathopt.SolverType.HIGHS.value,
-        mathopt.StreamableSolverInitArguments().to_proto(),
-        parameters.to_proto(),
-        _WANTED,
-        None,
-        mathopt.CallbackRegistration().to_proto(),
-        None,
-        None,
-    )
+    try:
+        result = solver.solve(
+            _proto(program, relaxed=relaxed),
+            mathopt.SolverType.HIGHS.value,
+            mathopt.StreamableSolverInitArguments().to_proto(),
+            parameters.to_proto(),
+            _WANTED,
+            None,
+            mathopt.CallbackRegistration().to_proto(),
+            None,
+            None,
+        )
+    except StatusNotOk:
+        # The solver gave up without saying why.
+        return _NOTHING_FOUND
     reason = result.termination.reason
     found = result.solutions[0].primal_solution if result.solutions else None
     if found is None or found.feasibility_status != solution_pb2.SOLUTION_STATUS_FEASIBLE:
@@ -475,9 +480,10 @@ def least_bytes(problem: Problem, *, time_limit_s: float = 60.0) -> float:
     _add_all(program, problem, columns)
     program.cost = [0.0] * len(program.cost)
     (most,) = program.columns([1e-3], upper=float("inf"))
-    _add_memory(program, replace(problem, memory_limit_bytes=problem.fixed_bytes), columns, most)
+    none = replace(problem, memory_limit_bytes=problem.fixed_bytes)
+    _add_memory(program, none, columns, most)
     outcome = _run(program, time.perf_counter() + time_limit_s, GAP, relaxed=True)
-    return outcome.objective * 2**30 + problem.fixed_bytes
+    return outcome.objective * _unit(none) + problem.fixed_bytes
 
 
 def fits(problem: Problem, solution: Solution) -> bool:
@@ -508,19 +514,33 @@ def _shared(shares: Mapping[int, Shares], number: int, only: int | None) -> Shar
     return shares.get(number, () if only is None else ((only, 1.0),))
 
 
+def _unit(problem: Problem) -> float:
+    """Bytes that count as one: those there are, or about as many where there are none."""
+    room = (problem.memory_limit_bytes or 0.0) - problem.fixed_bytes
+    if room > 0:
+        return room
+    sizes = (max(value.kept_bytes, default=0.0) for value in problem.values)
+    held = (max(node.resident_bytes, default=0.0) for node in problem.nodes)
+    return max(1.0, max(sizes, default=0.0), max(held, default=0.0))
+
+
 def _add_memory(
     program: _Program, problem: Problem, columns: _Columns, most: int | None = None
 ) -> None:
-    """(6), in GiB so that the solver's tolerances fit; ``most`` is a column added to the limit."""
+    """(6), in parts of the limit so that the solver's tolerances fit.
+
+    ``most`` is a column that is added to the limit.
+    """
     if problem.memory_limit_bytes is None:
         return
-    limit = (problem.memory_limit_bytes - problem.fixed_bytes) / 2**30
+    unit = _unit(problem)
+    limit = (problem.memory_limit_bytes - problem.fixed_bytes) / unit
     room = [] if most is None else [(most, -1.0)]
     resident, gradients, kept = [], [], []
     for node, pick in zip(problem.nodes, columns.pick, strict=True):
         for choice, column in enumerate(pick):
-            held = node.resident_bytes[choice] / 2**30
-            own = node.gradient_bytes[choice] / 2**30
+            held = node.resident_bytes[choice] / unit
+            own = node.gradient_bytes[choice] / unit
             if held:
                 resident.append((column, held))
             if held or own:
@@ -528,8 +548,8 @@ def _add_memory(
     for value, keep, extra in zip(problem.values, columns.keep, columns.extra, strict=True):
         if keep is not None:
             counted = keep if extra is None else extra
-            kept += [(counted[n], size / 2**30) for n, size in enumerate(value.kept_bytes) if size]
-    added_up = [(column, size / 2**30) for column, size in columns.added_up]
+            kept += [(counted[n], size / unit) for n, size in enumerate(value.kept_bytes) if size]
+    added_up = [(column, size / unit) for column, size in columns.added_up]
     program.row(-np.inf, limit, resident + added_up + kept + room)
     program.row(-np.inf, limit, gradients + room)
     for moment in problem.moments:
@@ -543,19 +563,20 @@ def _add_memory(
 def _add_moment(
     program: _Program, problem: Problem, columns: _Columns, moment: Moment
 ) -> list[tuple[int, float]]:
-    """(8) to (10): what is held at a moment beside what is resident, in GiB."""
+    """(8) to (10): what is held at a moment beside what is resident, in the same unit."""
+    unit = _unit(problem)
     terms: list[tuple[int, float]] = []
     for number, share in moment.kept:
         keep, extra = columns.keep[number], columns.extra[number]
         counted = keep if extra is None else extra
         if counted is not None:
             size = problem.values[number].kept_bytes
-            terms += [(counted[n], share * s / 2**30) for n, s in enumerate(size) if s]
+            terms += [(counted[n], share * s / unit) for n, s in enumerate(size) if s]
     for number, share in moment.gradients:
         size = problem.nodes[number].gradient_bytes
-        terms += [(c, share * s / 2**30) for c, s in zip(columns.pick[number], size, strict=True)]
+        terms += [(c, share * s / unit) for c, s in zip(columns.pick[number], size, strict=True)]
     for number, size in moment.passing:
-        terms += [(c, s / 2**30) for c, s in zip(columns.pick[number], size, strict=True) if s]
+        terms += [(c, s / unit) for c, s in zip(columns.pick[number], size, strict=True) if s]
     ran = {
         maker: program.columns([0.0])[0]
         for maker in dict.fromkeys(m for m, _, _ in moment.through)
@@ -572,12 +593,12 @@ def _add_moment(
             program.row(0, np.inf, [(ran[maker], 1.0), *read, *((c, 1.0) for c in keep)])
     for rerun, held in moment.held:
         again = columns.again[rerun]
-        own = [(c, size / 2**30) for c, size in zip(again, held, strict=True) if size]
+        own = [(c, size / unit) for c, size in zip(again, held, strict=True) if size]
         if rerun in moment.needed:
             terms += own
         elif rerun in ran and own:
             (bytes_,) = program.columns([0.0], upper=np.inf)
-            most = max(held) / 2**30
+            most = max(held) / unit
             less = [(c, -size) for c, size in own]
             program.row(-most, np.inf, [(bytes_, 1.0), (ran[rerun], -most), *less])
             terms.append((bytes_, 1.0))

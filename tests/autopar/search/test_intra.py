@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -160,3 +161,38 @@ def test_no_solution_needs_less_than_the_least_bytes(problem: Problem) -> None:
         below = replace(problem, memory_limit_bytes=0.99 * least - 1e4)
         if least > 1e6:
             assert solve(below, gap=0.0).status == "infeasible"
+
+
+def scaled(problem: Problem, factor: float) -> Problem:
+    """The problem with all bytes times a factor."""
+
+    def times(sizes: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(size * factor for size in sizes)
+
+    def each(items: tuple[tuple[int, tuple[float, ...]], ...]) -> Any:
+        return tuple((number, times(sizes)) for number, sizes in items)
+
+    limit = problem.memory_limit_bytes
+    return replace(
+        problem,
+        nodes=tuple(
+            replace(
+                n, resident_bytes=times(n.resident_bytes), gradient_bytes=times(n.gradient_bytes)
+            )
+            for n in problem.nodes
+        ),
+        values=tuple(replace(v, kept_bytes=times(v.kept_bytes)) for v in problem.values),
+        moments=tuple(
+            replace(m, held=each(m.held), passing=each(m.passing)) for m in problem.moments
+        ),
+        memory_limit_bytes=None if limit is None else limit * factor,
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(recomputing_problems(), st.sampled_from((2.0**-24, 2.0**10)))
+def test_small_and_large_models_are_solved_alike(problem: Problem, factor: float) -> None:
+    first, second = solve(problem, gap=0.0), solve(scaled(problem, factor), gap=0.0)
+    assert first.status == second.status
+    if first.choice:
+        assert second.objective_s == pytest.approx(first.objective_s, abs=1e-6)
