@@ -54,8 +54,8 @@ from autopar.search.stages import Pipeline
 from autopar.search.sums import summed_early
 from cost_models.cluster import Cluster
 
-ROUNDS = 6
-"""Times a mesh is solved again with a tighter memory limit."""
+ROUNDS, PIPELINE_ROUNDS = 6, 4
+"""Times a mesh is solved again with a tighter memory limit; stages are lowered in full each."""
 
 LESS = 0.01
 """Least part of the memory by which the limit is tightened from round to round."""
@@ -236,7 +236,7 @@ class _Outer:
         return max(self.request.time_limit_s - self.seconds, 1.0)
 
     def _try_pipelines(self) -> None:
-        """Try stages of whole nodes, those that promise most first, until one fits.
+        """Try stages of whole nodes, the `PIPELINES` that promise most, until one fits.
 
         A pipeline idles for (stages - 1) / microbatches of what it computes: where that leaves
         less than `WORTH` of the step to gain, it is not solved.
@@ -247,7 +247,7 @@ class _Outer:
             if search is not None:
                 seconds = search.estimate_s(self._left_s)
                 promising.append((seconds, num_stages, search))
-        for seconds, _, search in sorted(promising, key=lambda item: item[:2]):
+        for seconds, _, search in sorted(promising, key=lambda item: item[:2])[:PIPELINES]:
             if seconds >= (1 - WORTH) * self._best_s or self._finish(search) is not None:
                 break
 
@@ -275,6 +275,9 @@ class _Outer:
     def _best_s(self) -> float:
         return min((c.step_s for c in self.found), default=math.inf)
 
+
+PIPELINES = 2
+"""Pipelines that are solved within memory, cut and simulated."""
 
 WORTH = 0.1
 """Least part of the step that a pipeline must be able to gain to be tried."""
@@ -411,7 +414,7 @@ def _finish(
     mesh, num_stages, allowed = search.plain.mesh, search.num_stages, search.allowed
     limit: float | None = None
     least = float("inf")
-    for _ in range(ROUNDS):
+    for _ in range(ROUNDS if num_stages == 1 else PIPELINE_ROUNDS):
         found, solution = search.within(limit, time_limit_s)
         if not solution.choice:
             if least == float("inf"):

@@ -131,6 +131,9 @@ _NOTHING_FOUND = _Outcome("time_limited", _NOTHING)
 DIVE_GAP = 3e-3
 """Relative gap at which a rounded relaxation is good enough not to branch."""
 
+BRANCHING_S = 10.0
+"""Seconds that branching may take where rounding is not good enough."""
+
 HALF = 0.5
 """Share of a class from which rounding has it run again."""
 
@@ -147,7 +150,8 @@ def _search(program: _Program, columns: _Columns, deadline: float, gap: float) -
     close = rounded.objective - relaxed.bound <= max(gap, DIVE_GAP) * rounded.objective
     if close and gap >= GAP:
         return rounded
-    branched = _run(program, deadline, gap if gap < GAP else DIVE_GAP, relaxed=False)
+    until = deadline if gap < GAP else min(deadline, time.perf_counter() + BRANCHING_S)
+    branched = _run(program, until, gap if gap < GAP else DIVE_GAP, relaxed=False)
     best = min(branched, rounded, key=lambda outcome: outcome.objective)
     bound = max(branched.bound, relaxed.bound)
     if not len(best.values):
