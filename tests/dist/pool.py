@@ -6,6 +6,7 @@ level function that takes part in collectives on every rank; the results come ba
 
 from __future__ import annotations
 
+import faulthandler
 import atexit
 import importlib
 import io
@@ -194,6 +195,7 @@ def _unpacked(data: bytes) -> Any:
 
 
 def _worker() -> None:
+    faulthandler.enable()
     rank, world_size = int(os.environ["POOL_RANK"]), int(os.environ["POOL_WORLD_SIZE"])
     folder = Path(os.environ["POOL_FOLDER"])
     torch.set_num_threads(1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -208,12 +207,3 @@ def test_ranks_of_even_splits_are_simulated_once() -> None:
 def test_ranks_with_other_sizes_are_told_apart() -> None:
     analysed, stage = linear_stage(7)
     assert distinct_coordinates(analysed.graph, stage) == ((0,), (1,))
-
-
-@pytest.mark.slow
-def test_thirty_thousand_instructions_take_less_than_a_second() -> None:
-    text = " ".join(["k k k c0 k k k w0"] * 3750)
-    long = program(text)
-    start = time.process_time()
-    simulate(long, cost(slow=SHARED))
-    assert time.process_time() - start < 1.0
