@@ -151,13 +151,15 @@ def _search(program: _Program, columns: _Columns, deadline: float, gap: float) -
     if close and gap >= GAP:
         return rounded
     until = deadline if gap < GAP else min(deadline, time.perf_counter() + BRANCHING_S)
-    branched = _run(program, until, gap if gap < GAP else DIVE_GAP, relaxed=False)
+    asked = gap if gap < GAP else DIVE_GAP
+    branched = _run(program, until, asked, relaxed=False)
     best = min(branched, rounded, key=lambda outcome: outcome.objective)
     bound = max(branched.bound, relaxed.bound)
     if not len(best.values):
         return branched
     closed = best.objective - bound <= gap * best.objective
-    status = "optimal" if branched.status == "optimal" or closed else "feasible"
+    proven = closed or (branched.status == "optimal" and asked <= gap)
+    status = "optimal" if proven else "feasible"
     return replace(best, status=status, bound=min(bound, best.objective))
 
 
