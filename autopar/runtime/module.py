@@ -95,6 +95,10 @@ def _take(box: list[Any], position: int) -> Any:
     return value
 
 
+def _room_for(value: Tensor, size: int) -> Tensor:
+    return value.new_empty((value.shape[0] * size, *value.shape[1:]))
+
+
 def _rows_of_microbatch(value: Tensor, number: int, chunk: int, own: int) -> Tensor:
     return value.narrow(1, min(number * chunk, value.shape[1]), own)
 
@@ -230,7 +234,10 @@ class _Build:
             value = self._call(payload.before, (value,))
             reduce = payload.reduces.get(reduce, reduce)
         target, args = _functional(instruction, value, reduce, group)
-        self.values[result] = self._call(target, args, {}, instruction.name)
+        kwargs = {}
+        if instruction.op == ALL_GATHER:
+            kwargs["out"] = self._call(_room_for, (value, group.size))
+        self.values[result] = self._call(target, args, kwargs, instruction.name)
         self.pending[result] = None if payload is None else payload.after
 
     def _wait(self, instruction: Instruction) -> None:
@@ -276,11 +283,15 @@ class _Build:
 def _functional(
     instruction: Instruction, value: fx.Node, reduce: str, group: AxisGroup
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The functional collective of an instruction, and its arguments."""
+    """The functional collective of an instruction, and its arguments.
+
+    An all-gather writes to a tensor that is there: where torch makes it, gloo of torch 2.13 spoils
+    the heap as soon as two gathers are in flight.
+    """
     if instruction.op == ALL_REDUCE:
         return _c10d.all_reduce.default, (value, reduce, group.name)
     if instruction.op == ALL_GATHER:
-        return _c10d.all_gather_into_tensor.default, (value, group.size, group.name)
+        return _c10d.all_gather_into_tensor_out.default, (value, group.size, group.name)
     if instruction.op == REDUCE_SCATTER:
         return _c10d.reduce_scatter_tensor.default, (value, reduce, group.size, group.name)
     rows = instruction.outputs[0].shape[0] // group.size

@@ -103,14 +103,19 @@ class _Exchange:
             self.held[rank].pop(id(value), None)
             return value
 
-        def collective(value: torch.Tensor, *rest: Any) -> torch.Tensor:
+        def collective(
+            value: torch.Tensor, *rest: Any, out: torch.Tensor | None = None
+        ) -> torch.Tensor:
             self.slots[rank] = value
             self.barrier.wait()
             with _disable_current_modes():
                 result = self._result(op, rank, int(rest[-1]), rest)
             self.barrier.wait()
             self.slots[rank] = None
-            count.add(op, result)
+            if out is None:
+                count.add(op, result)
+            else:
+                result = out.copy_(result)
             if op != "all_reduce":
                 self.held[rank][id(result)] = value
             return result
@@ -121,7 +126,7 @@ class _Exchange:
         where = self.mesh.coordinates(rank)
         places = [(*where[:axis], i, *where[axis + 1 :]) for i in range(self.mesh.sizes[axis])]
         parts = [self.slots[self.mesh.rank(place)] for place in places]
-        if op == "all_gather_into_tensor":
+        if op == "all_gather_into_tensor_out":
             return torch.cat(parts)
         if op == "all_to_all_single":
             return torch.cat([part.chunk(len(parts))[where[axis]] for part in parts])

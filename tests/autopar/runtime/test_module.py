@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from autopar.ir.graph import Const, Ref, TensorType
 from autopar.ir.sharding import Mesh
 from autopar.lower.builder import Builder
-from autopar.lower.program import Program, ProgramInput
+from autopar.lower.program import WAIT, Program, ProgramInput
 from autopar.runtime.groups import open_session
 from autopar.runtime.measure import LiveBytes
 from autopar.runtime.module import AxisGroup, build_module
@@ -81,6 +82,26 @@ def test_collectives_take_every_dtype(pool: Any, dtype: str) -> None:
             cast = wanted.bool() if dtype == "bool" else wanted.to(getattr(torch, dtype))
             assert mine.dtype == getattr(torch, dtype)
             assert torch.equal(mine.to(torch.complex128), cast.to(torch.complex128))
+
+
+def gathers_in_flight(rounds: int) -> bool:
+    session = open_session("cpu", 2)
+    mesh = Mesh(("a",), (2,))
+    groups = session.groups(mesh)
+    build = Builder(mesh, mesh.coordinates(session.rank))
+    build.origin = "made"
+    kind = TensorType((16, 16), "float32")
+    x = build.add_input("input", kind)
+    results = [build.all_gather(x, 0) for _ in range(4)]
+    program = program_of(build, {"input": kind}, results)
+    late = tuple(sorted(program.instructions, key=lambda i: i.op == WAIT))
+    module = build_module(replace(program, instructions=late), groups.axes, session.device)
+    sums = [sum(float(whole.sum()) for whole in module(torch.ones(16, 16))) for _ in range(rounds)]
+    return sums == [4 * 512.0] * rounds
+
+
+def test_many_gathers_in_flight(pool: Any) -> None:
+    assert pool(2).run(gathers_in_flight, 1500) == [True, True]
 
 
 def single(build: Builder, kinds: dict[str, TensorType], results: list[Ref]) -> Any:
