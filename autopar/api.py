@@ -401,6 +401,11 @@ class _Compiler:
 
 def _check_stages(plan: Plan) -> None:
     """Refuse stages that hold nothing, and a schedule that these stages cannot run."""
+    if len({mesh.sizes for mesh in plan.meshes}) > 1:
+        raise UnsupportedError(
+            "cannot run stages of unlike meshes: this version sends values between equal ones; "
+            "plan with hint.degrees(pp=...)"
+        )
     for stage in range(plan.num_stages):
         if not any(chunk.parameters for chunk in plan.chunks_of(stage).values()):
             raise UnsupportedError(

@@ -7,11 +7,12 @@ is an error of its own that names what differs.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from itertools import pairwise
 
 from autopar.errors import PlanError
 from autopar.ir.graph import INPUT, PARAMETER, SOURCE_OPS, Graph, Node, Phase, Ref, TensorType
 from autopar.ir.sharding import Mesh, Partial, Sharding, Split, is_legal
-from autopar.plan.records import NodePlan, ParameterPlan, Plan, StagePlan
+from autopar.plan.records import NodePlan, ParameterPlan, Plan, StagePlan, Transfer
 from autopar.plan.wording import sharding_text
 
 Follows = Callable[[Node, NodePlan, Mesh], bool]
@@ -57,6 +58,7 @@ def check(
         _check_recomputed(stage, graph)
         _check_follows(stage, graph, follows)
     _check_complete(plan, graph, views)
+    _check_transfers(plan, graph)
 
 
 def _refusal(what: str, remedy: str = "plan again for this model and batch") -> PlanError:
@@ -82,6 +84,26 @@ def _check_ranks(plan: Plan, cluster_ranks: int) -> None:
         if stage.first_rank < 0 or last > cluster_ranks:
             raise _edited(
                 f"stage {number} has ranks {stage.first_rank} to {last - 1} of {cluster_ranks}"
+            )
+    _check_stages_apart(plan)
+
+
+def _check_stages_apart(plan: Plan) -> None:
+    """Chunks are on the same ranks, with the same mesh, or share none."""
+    first: dict[int, int] = {}
+    for number, stage in enumerate(plan.stages):
+        other = first.setdefault(stage.first_rank, number)
+        if plan.stages[other].mesh != stage.mesh:
+            raise _edited(
+                f"chunks {other} and {number} both begin at rank {stage.first_rank}, on different "
+                "meshes"
+            )
+    chunks = sorted((stage.first_rank, number) for number, stage in enumerate(plan.stages))
+    for (rank, number), (after, other) in pairwise(chunks):
+        last = rank + plan.stages[number].mesh.num_ranks
+        if rank < after < last:
+            raise _edited(
+                f"stage {number} has ranks {rank} to {last - 1}, stage {other} begins at {after}"
             )
 
 
@@ -199,13 +221,18 @@ def _check_node(entry: NodePlan, node: Node, graph: Graph, mesh: Mesh) -> None:
 
 def _check_kept(stage: StagePlan, graph: Graph) -> None:
     for name, shardings in stage.kept.items():
-        node, _, index = name.partition(":")
-        at = int(index) if index.isdecimal() else 0
-        if node not in graph.by_name or at >= len(graph.by_name[node].outputs):
-            raise _edited(f"it keeps value {name!r}, which is not in the captured step")
+        kind = _type_of(name, graph, "keeps")
         for sharding in shardings:
-            kind = graph.type_of(Ref(node, at))
             _check_sharding(sharding, kind, stage.mesh, f"value {name!r} is kept")
+
+
+def _type_of(name: str, graph: Graph, does: str) -> TensorType:
+    """Type of a value named in a plan."""
+    node, _, index = name.partition(":")
+    at = int(index) if index.isdecimal() else 0
+    if node not in graph.by_name or at >= len(graph.by_name[node].outputs):
+        raise _edited(f"it {does} value {name!r}, which is not in the captured step")
+    return graph.type_of(Ref(node, at))
 
 
 def _check_recomputed(stage: StagePlan, graph: Graph) -> None:
@@ -234,3 +261,36 @@ def _check_complete(plan: Plan, graph: Graph, views: Collection[str]) -> None:
         needed = node.op not in SOURCE_OPS and node.name not in views
         if needed and node.name not in placed:
             raise _edited(f"it does not place node {node.name!r}, '{node.op}' of {node.source}")
+
+
+def _check_transfers(plan: Plan, graph: Graph) -> None:
+    for transfer in plan.transfers:
+        kind = _type_of(transfer.value, graph, "sends")
+        what = f"value {transfer.value!r}"
+        for chunk in (transfer.source, transfer.target):
+            if not 0 <= chunk < len(plan.stages):
+                raise _edited(f"it sends {what} over chunk {chunk} of {len(plan.stages)}")
+        source, target = plan.stages[transfer.source].mesh, plan.stages[transfer.target].mesh
+        _check_sharding(transfer.sharding, kind, source, f"{what} leaves chunk {transfer.source}")
+        _check_sharding(transfer.arrival, kind, target, f"{what} reaches chunk {transfer.target}")
+        _check_pieces(transfer, plan, what)
+
+
+def _check_pieces(transfer: Transfer, plan: Plan, what: str) -> None:
+    """Whether the target's pieces can be put together from those of the source."""
+    source, target = plan.stages[transfer.source].mesh, plan.stages[transfer.target].mesh
+    where = f"{what} goes from chunk {transfer.source} to {transfer.target}"
+    if source.space.sizes == target.space.sizes and transfer.sharding == transfer.arrival:
+        return
+    if plan.stage_of_chunks[transfer.source] == plan.stage_of_chunks[transfer.target]:
+        raise _edited(f"{where} on the same ranks, and does not arrive as it leaves")
+    if any(isinstance(axis, Partial) for axis in transfer.sharding[: len(source.space.sizes)]):
+        raise _edited(
+            f"{where} between unlike meshes as {sharding_text(transfer.sharding, source)}, terms "
+            "of a sum that must be added up before they leave"
+        )
+    if source.time_axis is not None and transfer.sharding[-1] != transfer.arrival[-1]:
+        raise _edited(
+            f"{where} and leaves as {sharding_text(transfer.sharding, source)}, but arrives as "
+            f"{sharding_text(transfer.arrival, target)}: other microbatches"
+        )

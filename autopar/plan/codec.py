@@ -8,6 +8,7 @@ type                                    JSON
 ``Sharding``                            ``"S0:512 R"``: for each mesh axis ``R`` (whole), ``P``
                                         (partial; ``Pmax``, ``Pmin``) or ``S<dim>/<outer>:<block>``
                                         (split; ``/1`` is left out)
+``Sharding | None``                     the same, empty for None
 ``tuple[Sharding, ...]``                ``"S0:512 R, R R"``; ``-`` where the mesh has no axis
 ``TensorType``                          ``"float32[8, 512]"``
 tuple of records of the above and of    ``{"columns": [...], "rows": [[...], ...]}``, or
@@ -208,6 +209,10 @@ def _tensor_type(text: str) -> TensorType:
 
 _TEXTS: Mapping[Any, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
     Sharding: (sharding_text, _sharding),
+    Sharding | None: (
+        lambda one: "" if one is None else sharding_text(one),
+        lambda text: _sharding(text) if text else None,
+    ),
     tuple[Sharding, ...]: (lambda many: ", ".join(map(sharding_text, many)), _shardings),
     TensorType: (str, _tensor_type),
 }

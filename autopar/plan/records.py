@@ -1,8 +1,8 @@
 """The plan: a frozen record of every decision and prediction.
 
 Nodes, parameters and inputs are named by strings, so a plan can be saved, read, edited, compared
-and lowered without the objects it was made from. ``stages`` has one entry here; a pipelined plan
-has more, each with its own mesh.
+and lowered without the objects it was made from. A plan without a pipeline has one entry in
+``stages``; a pipelined one has more, each with its own mesh of any shape and number of ranks.
 """
 
 from __future__ import annotations
@@ -156,13 +156,22 @@ class Transfer:
     Attributes:
         value: The value, as text.
         source: Chunk that makes it; ``target`` the one that reads it.
-        sharding: How it lies on the mesh of either; every rank sends its own piece.
+        sharding: How it lies on the source's mesh when it leaves.
+        arrives: How it lies on the target's mesh, where that is another: every rank gets the
+            pieces that it holds from ranks that hold them. None: as it leaves, every rank's piece
+            going to the rank at the same place.
     """
 
     value: str
     source: int
     target: int
     sharding: Sharding
+    arrives: Sharding | None = None
+
+    @property
+    def arrival(self) -> Sharding:
+        """How it lies on the target's mesh."""
+        return self.sharding if self.arrives is None else self.arrives
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,18 +243,35 @@ class Plan:
 
     @property
     def mesh(self) -> Mesh:
-        """Mesh of every stage; its last axis is the time axis if there are microbatches."""
+        """Mesh of the first stage; its last axis is the time axis if there are microbatches."""
         return self.stages[0].mesh
+
+    @cached_property
+    def ranks_of_stages(self) -> tuple[range, ...]:
+        """Global numbers of the ranks of every pipeline stage, in the order of their ranks."""
+        found = {chunk.first_rank: chunk.mesh.num_ranks for chunk in self.stages}
+        return tuple(range(first, first + count) for first, count in sorted(found.items()))
 
     @cached_property
     def stage_of_chunks(self) -> tuple[int, ...]:
         """Pipeline stage of every entry of ``stages``."""
-        return tuple(chunk.first_rank // self.mesh.num_ranks for chunk in self.stages)
+        order = {ranks.start: stage for stage, ranks in enumerate(self.ranks_of_stages)}
+        return tuple(order[chunk.first_rank] for chunk in self.stages)
 
     @property
     def num_stages(self) -> int:
         """Number of pipeline stages: groups of ranks."""
-        return len(set(self.stage_of_chunks))
+        return len(self.ranks_of_stages)
+
+    def stage_of_rank(self, rank: int) -> int:
+        """Pipeline stage of a rank, which must be on one."""
+        return next(s for s, ranks in enumerate(self.ranks_of_stages) if rank in ranks)
+
+    @cached_property
+    def meshes(self) -> tuple[Mesh, ...]:
+        """Mesh of every pipeline stage."""
+        own = dict(zip(self.stage_of_chunks, self.stages, strict=True))
+        return tuple(own[stage].mesh for stage in range(self.num_stages))
 
     def chunks_of(self, stage: int) -> Mapping[int, StagePlan]:
         """Number and shardings of the chunks that a pipeline stage holds."""

@@ -90,7 +90,7 @@ def _headline(plan: Plan) -> RenderableType:
         (seconds_text(plan.prediction.step_s), "bold green"),
     )
     facts = Table.grid(padding=(0, 2, 0, 0))
-    for text in dict.fromkeys(map(mesh_text, plan.stages)):
+    for text in _meshes(plan):
         add_row(facts, "mesh", text)
     if len(plan.stages) > 1:
         add_row(facts, "stages", pipeline_text(plan))
@@ -100,6 +100,23 @@ def _headline(plan: Plan) -> RenderableType:
     if plan.hints:
         add_row(facts, "hints", ", ".join(map(hint_text, plan.hints)))
     return Group(title, Padding(facts, (0, 0, 0, 2)))
+
+
+def _meshes(plan: Plan) -> Sequence[str]:
+    """Mesh of all stages; where they are unlike, that of every stage with its ranks."""
+    if len(set(plan.meshes)) == 1:
+        return tuple(dict.fromkeys(map(mesh_text, plan.stages)))
+    return [
+        f"of stage {stage}: {mesh_text(chunk)}, {ranks_text(plan, stage)}"
+        for stage in range(plan.num_stages)
+        for chunk in list(plan.chunks_of(stage).values())[:1]
+    ]
+
+
+def ranks_text(plan: Plan, stage: int) -> str:
+    """The ranks of a stage, in words."""
+    ranks = plan.ranks_of_stages[stage]
+    return f"ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
 
 
 def hint_text(hint: str) -> str:

@@ -15,6 +15,7 @@ from autopar.plan.records import (
     Prediction,
     SearchReport,
     StagePlan,
+    Transfer,
 )
 
 names = st.text(min_size=1, max_size=8)
@@ -95,6 +96,17 @@ plans = st.builds(
     batch=st.dictionaries(names, types, max_size=2),
     hints=st.lists(names, max_size=2).map(tuple),
     stages=st.lists(stages(), max_size=2).map(tuple),
+    transfers=st.lists(
+        st.builds(
+            Transfer,
+            value=names,
+            source=counts,
+            target=counts,
+            sharding=_shardings(1),
+            arrives=st.one_of(st.none(), _shardings(2), _shardings(0)),
+        ),
+        max_size=2,
+    ).map(tuple),
     microbatches=counts,
     notes=st.lists(names, max_size=2).map(tuple),
     memory_limit_bytes=counts,

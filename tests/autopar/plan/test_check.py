@@ -12,7 +12,7 @@ from autopar.ir.graph import Graph, TensorType
 from autopar.ir.sharding import SUM, WHOLE, Mesh, Sharding, Split
 from autopar.ir.text import parse_graph
 from autopar.plan.check import check
-from autopar.plan.records import NodePlan, ParameterPlan, Plan, StagePlan
+from autopar.plan.records import NodePlan, ParameterPlan, Plan, StagePlan, Transfer
 from tests.autopar.plan.samples import llama
 
 STEP = """\
@@ -202,3 +202,83 @@ def test_a_node_that_breaks_its_rule_is_named() -> None:
         check(PLAN, GRAPH, 4, views={"t"}, follows=lambda node, *_: node.name != "mm")
     what = "'aten.mm.default' of module 'up' (model.py:12) cannot make S0(dp) from S0(dp), whole"
     assert what in str(raised.value)
+
+
+ONE: Sharding = (WHOLE,)
+LAST = StagePlan(
+    mesh=Mesh(("tp",), (2,)),
+    first_rank=4,
+    inputs={},
+    parameters=(),
+    nodes=(NodePlan(name="sum", operands=(ONE,), outputs=(ONE,)),),
+    kept={},
+)
+HEAD = replace(STAGE, nodes=tuple(node for node in STAGE.nodes if node.name != "sum"))
+CROSSING = Transfer(value="mm", source=0, target=1, sharding=ROWS, arrives=ONE)
+UNLIKE = replace(
+    PLAN, stages=(HEAD, LAST), transfers=(CROSSING,), cluster_ranks=6, schedule="gpipe"
+)
+
+
+def test_stages_may_have_unlike_meshes() -> None:
+    run(UNLIKE, ranks=6)
+    assert UNLIKE.stage_of_chunks == (0, 1)
+    assert UNLIKE.ranks_of_stages == (range(4), range(4, 6))
+    assert [UNLIKE.stage_of_rank(rank) for rank in range(6)] == [0, 0, 0, 0, 1, 1]
+    assert UNLIKE.meshes == (STAGE.mesh, LAST.mesh)
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"value": "relu"}, "it sends value 'relu', which is not in the captured step"),
+        ({"target": 2}, "it sends value 'mm' over chunk 2 of 2"),
+        ({"arrives": None}, "value 'mm' reaches chunk 1 with 2 entries, the mesh has 1 axes (tp)"),
+        (
+            {"sharding": (SUM, WHOLE)},
+            "value 'mm' goes from chunk 0 to 1 between unlike meshes as P(dp), terms of a sum that "
+            "must be added up before they leave",
+        ),
+        ({"arrives": (Split(1, 1, 3),)}, "value 'mm' reaches chunk 1 S1(tp) in blocks of 3"),
+    ],
+)
+def test_what_crosses_must_lie_on_both_meshes(changes: dict[str, object], what: str) -> None:
+    plan = replace(UNLIKE, transfers=(replace(CROSSING, **changes),))  # type: ignore[arg-type]
+    assert what in message(plan, ranks=6)
+
+
+def test_values_arrive_in_the_microbatch_in_which_they_leave() -> None:
+    def in_time(stage: StagePlan) -> StagePlan:
+        mesh = stage.mesh.with_time(2)
+        bare = replace(stage, inputs={}, nodes=(), kept={}, mesh=mesh)
+        owned = tuple(
+            replace(p, stored=(*p.stored, WHOLE), used=tuple((*s, WHOLE) for s in p.used))
+            for p in stage.parameters
+        )
+        return replace(bare, parameters=owned)
+
+    crossing = replace(CROSSING, sharding=(*ROWS, Split(0, 2, 2)), arrives=(WHOLE, WHOLE))
+    stages = (
+        in_time(HEAD),
+        replace(
+            in_time(LAST),
+            nodes=tuple(
+                NodePlan(
+                    name=node.name,
+                    operands=tuple((WHOLE, WHOLE) for _ in node.operands),
+                    outputs=tuple((WHOLE, WHOLE) for _ in node.outputs),
+                )
+                for node in STAGE.nodes
+            ),
+        ),
+    )
+    plan = replace(UNLIKE, stages=stages, transfers=(crossing,), microbatches=2)
+    assert "but arrives as whole: other microbatches" in message(plan, ranks=6)
+
+
+def test_stages_share_all_ranks_or_none() -> None:
+    beside = replace(UNLIKE, stages=(HEAD, replace(LAST, first_rank=3)))
+    assert "stage 0 has ranks 0 to 3, stage 1 begins at 3" in message(beside, ranks=6)
+    upon = replace(UNLIKE, stages=(HEAD, replace(LAST, first_rank=0)))
+    said = "chunks 0 and 1 both begin at rank 0, on different meshes"
+    assert said in message(upon, ranks=6)

@@ -194,3 +194,19 @@ def test_chunks_of_a_stage_are_told_apart() -> None:
     assert f"values of chunk 2 on stage 1, from rank {ranks}" in text
     two = str(replace(plan, stages=chunks[:2], schedule="gpipe", cluster_ranks=2 * ranks))
     assert "2, schedule gpipe" in two and f"values of stage 1, from rank {ranks}" in two
+
+
+def test_unlike_meshes_of_stages_are_told_apart() -> None:
+    plan = llama(2)
+    first = plan.stage
+    bare = replace(first, parameters=(), nodes=(), inputs={}, kept={})
+    line, one = Mesh(("tp",), (2,), roles=("tp",)), Mesh((), ())
+    stages = (
+        first,
+        replace(bare, mesh=line, first_rank=64),
+        replace(bare, mesh=one, first_rank=66),
+    )
+    text = str(replace(plan, stages=stages, cluster_ranks=67))
+    assert "of stage 0: node0=8 (dp, zero) x intra0=8 (tp), ranks 0 to 63" in text
+    assert "of stage 1: tp=2, ranks 64 to 65" in text
+    assert "of stage 2: one rank, rank 66" in text
