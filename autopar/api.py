@@ -28,6 +28,7 @@ from autopar.ir.sharding import Mesh
 from autopar.lower.chunks import lower_chunks, on_one_rank
 from autopar.lower.program import Program
 from autopar.lower.rows import turns_of
+from autopar.lower.spmd import Crossing
 from autopar.options import ADAMW, OptimizerSpec, Options, rules_by_op
 from autopar.plan.check import check
 from autopar.plan.records import NodePlan, Plan
@@ -322,23 +323,27 @@ class _Compiler:
 
     def _place(self, plan: Plan) -> tuple[int, tuple[int, ...]]:
         """This rank's stage, and its coordinates on the stage's mesh of ranks."""
-        stage, rank = divmod(self.session.rank, plan.mesh.num_ranks)
-        return stage, plan.mesh.coordinates(rank)
+        stage = plan.stage_of_rank(self.session.rank)
+        place = self.session.rank - plan.ranks_of_stages[stage].start
+        return stage, plan.meshes[stage].coordinates(place)
 
     def _lower(self, analysis: Analysis, plan: Plan) -> tuple[Program, ...]:
         """This rank's program of every microbatch."""
         stage, coordinates = self._place(plan)
-        seconds = axis_seconds(self.job.cluster, plan.mesh)
+        first = plan.ranks_of_stages[stage].start
+        seconds = axis_seconds(self.job.cluster, plan.meshes[stage], first)
         times = [(m,) for m in range(plan.microbatches)] if plan.microbatches > 1 else [()]
         chunks = plan.chunks_of(stage)
         graph, rules = analysis.graph, analysis.rules
-        split = schedule_named(plan.schedule).splits_backward
+        crossing = Crossing(
+            transfers=plan.transfers,
+            meshes=tuple(chunk.mesh for chunk in plan.stages),
+            splits_backward=schedule_named(plan.schedule).splits_backward,
+        )
         found = []
         for microbatch in times:
             place = (*coordinates, *microbatch)
-            programs = lower_chunks(
-                graph, rules, chunks, place, seconds, plan.transfers, splits_backward=split
-            )
+            programs = lower_chunks(graph, rules, chunks, place, seconds, crossing)
             found.append(_with_results(on_one_rank(graph, programs, chunks), graph))
         return tuple(found)
 
@@ -368,11 +373,13 @@ class _Compiler:
     def _adopt(self, parallel: ParallelModule, captured: Captured, plan: Plan) -> None:
         number, coordinates = self._place(plan)
         chunks = plan.chunks_of(number).values()
-        space = plan.mesh.space
+        space = plan.meshes[number].space
         if len(plan.stages) == 1:
             groups = self.session.groups(space)
         else:
-            groups, self.peers = self.session.stage_groups(space, plan.num_stages)
+            groups, self.peers = self.session.stage_groups(
+                [mesh.space for mesh in plan.meshes], [ranks[0] for ranks in plan.ranks_of_stages]
+            )
         seed = self._seed()
         state = shard_model(
             self.job.model,
@@ -401,10 +408,11 @@ class _Compiler:
 
 def _check_stages(plan: Plan) -> None:
     """Refuse stages that hold nothing, and a schedule that these stages cannot run."""
-    if len({mesh.sizes for mesh in plan.meshes}) > 1:
+    idle = set(range(plan.cluster_ranks)) - {r for ranks in plan.ranks_of_stages for r in ranks}
+    if idle:
         raise UnsupportedError(
-            "cannot run stages of unlike meshes: this version sends values between equal ones; "
-            "plan with hint.degrees(pp=...)"
+            f"cannot run a plan that leaves rank {min(idle)} of {plan.cluster_ranks} on no stage: "
+            "this version has every rank take part; give it a stage, or start fewer processes"
         )
     for stage in range(plan.num_stages):
         if not any(chunk.parameters for chunk in plan.chunks_of(stage).values()):

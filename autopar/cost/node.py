@@ -16,10 +16,10 @@ from cost_models.cluster import Cluster, Device
 from cost_models.collectives import axis_link, collective_s
 
 
-def axis_seconds(cluster: Cluster, mesh: Mesh) -> CollectiveSeconds:
-    """Seconds of a collective over an axis of this mesh on this cluster."""
+def axis_seconds(cluster: Cluster, mesh: Mesh, first_rank: int = 0) -> CollectiveSeconds:
+    """Seconds of a collective over an axis of a mesh that begins at this rank of a cluster."""
     sizes = mesh.space.sizes
-    links = [axis_link(cluster, sizes, axis) for axis in range(len(sizes))]
+    links = [axis_link(cluster, sizes, axis, first_rank) for axis in range(len(sizes))]
 
     @lru_cache(maxsize=1 << 16)
     def seconds(kind: str, tensor_bytes: int, axis: int) -> float:

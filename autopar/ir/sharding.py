@@ -36,12 +36,16 @@ class Mesh:
         sizes: Ranks on each axis.
         levels: Network level each axis lies on (an index into the cluster's levels, 0 innermost).
         roles: Role of each axis (``dp``, ``tp`` ...) where a hint created it, else ``""``.
+        rows: Equal rows of the batch, each of which the time axis cuts into microbatches. Meshes
+            that split the batch into different numbers of parts run the same microbatches if their
+            rows are equal and a multiple of those numbers.
     """
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     levels: tuple[int, ...] = ()
     roles: tuple[str, ...] = ()
+    rows: int = 1
 
     def __post_init__(self) -> None:
         assert len(self.names) == len(self.sizes)
@@ -66,7 +70,7 @@ class Mesh:
             return self
         return Mesh(self.names[:-1], self.sizes[:-1], self.levels[:-1], self.roles[:-1])
 
-    def with_time(self, microbatches: int) -> Mesh:
+    def with_time(self, microbatches: int, rows: int = 1) -> Mesh:
         """The mesh of ranks with a time axis behind it, if there are several microbatches."""
         space = self.space
         if microbatches == 1:
@@ -76,6 +80,7 @@ class Mesh:
             (*space.sizes, microbatches),
             (*space.levels, 0),
             (*space.roles, TIME),
+            rows,
         )
 
     @property

@@ -15,7 +15,7 @@ from autopar.lower.overlap import overlap
 from autopar.lower.program import Message, Program, Section
 from autopar.lower.spmd import Crossing, lower
 from autopar.lower.unroll import with_refs
-from autopar.plan.records import StagePlan, Transfer
+from autopar.plan.records import StagePlan
 from autopar.rules.notation import Rule
 
 
@@ -25,9 +25,7 @@ def lower_chunks(
     chunks: Mapping[int, StagePlan],
     coordinates: Sequence[int],
     collective_s: CollectiveSeconds,
-    transfers: tuple[Transfer, ...],
-    *,
-    splits_backward: bool,
+    crossing: Crossing,
 ) -> tuple[Program, ...]:
     """The program of every chunk of a rank, in their order.
 
@@ -37,8 +35,7 @@ def lower_chunks(
         chunks: Number and shardings of the chunks that the rank holds.
         coordinates: The rank's coordinates on their mesh.
         collective_s: Prices collectives.
-        transfers: Everything that crosses chunks.
-        splits_backward: Whether their schedule runs weight gradients apart.
+        crossing: What crosses all chunks of the pipeline.
     """
     first = min(chunks)
     return tuple(
@@ -48,12 +45,7 @@ def lower_chunks(
             chunk,
             coordinates,
             collective_s,
-            Crossing(
-                chunk=number,
-                transfers=transfers,
-                splits_backward=splits_backward,
-                suffix="" if number == first else f".{number}",
-            ),
+            replace(crossing, chunk=number, suffix="" if number == first else f".{number}"),
         )
         for number, chunk in sorted(chunks.items())
     )

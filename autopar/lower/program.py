@@ -36,6 +36,7 @@ from functools import cached_property
 
 from autopar.ir.graph import Arg, Phase, Ref, TensorType, read_by
 from autopar.ir.sharding import Mesh, Sharding
+from autopar.lower.pieces import Part
 
 ALL_REDUCE = "autopar.all_reduce"
 ALL_GATHER = "autopar.all_gather"
@@ -123,7 +124,7 @@ class ProgramInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """A value that the rank sends to, or receives from, its peer that holds another chunk.
+    """A value that the rank sends to, or receives from, ranks that hold another chunk.
 
     Attributes:
         ref: The piece in this program.
@@ -132,6 +133,8 @@ class Message:
         section: When it is sent (behind that section) or received (before it).
         local_type: Type of the piece.
         number: Of the transfer, the same on both sides.
+        parts: Which elements of the piece go to, or come from, which rank; what comes from none is
+            zero.
     """
 
     ref: Ref
@@ -141,6 +144,12 @@ class Message:
     section: Section
     local_type: TensorType
     number: int
+    parts: tuple[Part, ...]
+
+    @property
+    def copied_elements(self) -> int:
+        """Elements that do not travel from, or to, where they lie, but in a buffer of their own."""
+        return sum(part.num_elements for part in self.parts if not part.is_contiguous)
 
 
 @dataclass(frozen=True, kw_only=True)

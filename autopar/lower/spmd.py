@@ -28,8 +28,9 @@ from autopar.ir.graph import (
     Ref,
     TensorType,
 )
-from autopar.ir.sharding import WHOLE, Partial, Sharding, local_shape, whole
+from autopar.ir.sharding import WHOLE, Mesh, Partial, Sharding, local_shape, whole
 from autopar.lower.builder import Builder
+from autopar.lower.pieces import Side, sent_parts, taken_parts
 from autopar.lower.program import LOOP, Message, Program, ProgramInput, Section
 from autopar.lower.reshard import emit_step
 from autopar.plan.records import NodePlan, StagePlan, Transfer
@@ -85,12 +86,14 @@ class Crossing:
     Attributes:
         chunk: Its number.
         transfers: Everything that crosses chunks.
+        meshes: Mesh of every chunk.
         splits_backward: Whether what no other chunk waits for is a section of its own.
         suffix: Ends the names of its values, where a rank holds several chunks.
     """
 
     chunk: int = 0
     transfers: tuple[Transfer, ...] = ()
+    meshes: tuple[Mesh, ...] = ()
     splits_backward: bool = False
     suffix: str = ""
 
@@ -235,15 +238,15 @@ class _Lowering:
                 continue
             root = _ref(transfer.value)
             kind = self.graph.type_of(root)
-            shape = local_shape(kind.shape, transfer.sharding, self.build.coordinates)
-            local = TensorType(shape, kind.dtype)
+            arrival = transfer.arrival
+            local = TensorType(local_shape(kind.shape, arrival, self.build.coordinates), kind.dtype)
             section = self._section_of_transfer(transfer)
             name = f"{root.node}_{root.index}_received{self.crossing.suffix}"
             ref = self.build.add_input(name, local)
             self.build.sections[ref] = section
-            self.there.setdefault(root, {})[section, transfer.sharding] = ref
+            self.there.setdefault(root, {})[section, arrival] = ref
             if section is Section.PROLOGUE:
-                self.stored_at[root] = transfer.sharding
+                self.stored_at[root] = arrival
             self.receives.append(
                 Message(
                     ref=ref,
@@ -253,8 +256,21 @@ class _Lowering:
                     section=section,
                     local_type=local,
                     number=number,
+                    parts=taken_parts(kind.shape, *self._sides(transfer), self._place),
                 )
             )
+
+    @property
+    def _place(self) -> int:
+        """Number of this rank on its mesh."""
+        space = self.stage.mesh.space
+        return space.rank(self.build.coordinates[: len(space.sizes)])
+
+    def _sides(self, transfer: Transfer) -> tuple[Side, Side]:
+        """How a value leaves its chunk, and how it arrives, in the microbatch being lowered."""
+        number = 0 if self.time is None else self.build.coordinates[self.time]
+        source, target = (self.crossing.meshes[c] for c in (transfer.source, transfer.target))
+        return Side(source, transfer.sharding, number), Side(target, transfer.arrival, number)
 
     def _send(self, *sections: Section) -> None:
         """Bring what other chunks read into the sharding in which it leaves."""
@@ -268,6 +284,7 @@ class _Lowering:
         root = _ref(transfer.value)
         self._enter(root.node, section)
         _, ref = self._reshard(root, transfer.sharding, section)
+        shape = self.graph.type_of(root).shape
         self.sends.append(
             Message(
                 ref=ref,
@@ -277,6 +294,7 @@ class _Lowering:
                 section=section,
                 local_type=self.build.types[ref],
                 number=number,
+                parts=sent_parts(shape, *self._sides(transfer), self._place),
             )
         )
 
@@ -304,7 +322,7 @@ class _Lowering:
         if node.op in SOURCE_OPS:
             return Section.PROLOGUE
         loop = Section.FORWARD if node.phase is Phase.FORWARD else Section.BACKWARD
-        if self.time is None or self._loops(transfer.sharding):
+        if self.time is None or transfer.sharding[-1] != WHOLE:
             return loop
         return Section.EPILOGUE if self._reads_batch(node) else Section.PROLOGUE
 

@@ -130,19 +130,20 @@ def unroll(program: Program, row: Row) -> Program:
     makers = _makers(program)
     made = {ref.node for ref in makers}
     joins = lives([program], row).joins
-    found = [_received(m, "") for m in program.receives if m.section is Section.PROLOGUE]
+    before = [m for m in program.receives if m.section is Section.PROLOGUE]
+    found = [*_posted(before, ""), *_unpacked(before, "")]
     found += [i for i in program.instructions if i.section is Section.PROLOGUE]
-    found += [_sent(m, made, 0) for m in program.sends if m.section is Section.PROLOGUE]
+    found += _gone([m for m in program.sends if m.section is Section.PROLOGUE], made, 0)
     for at, (section, chunk, number) in enumerate(row):
         for turn in row[at + 1 if at else 0 : at + 2]:
-            arriving = [m for m in program.receives if (m.section, m.chunk) == turn[:2]]
-            found += [_received(m, f"@{turn.microbatch}") for m in arriving]
+            found += _posted(of_turn(turn, program.receives), f"@{turn.microbatch}")
+        found += _unpacked(of_turn(row[at], program.receives), f"@{number}")
         found += [_renamed(i, made, number) for i in parts.get((section, chunk), ())]
-        leaving = [m for m in program.sends if (m.section, m.chunk) == (section, chunk)]
-        found += [_sent(m, made, number) for m in leaving]
+        found += _gone(of_turn(row[at], program.sends), made, number)
         if number:
             found += [_join(ref, makers[ref], number) for ref in joins[at]]
-    found += [_received(m, "") for m in program.receives if m.section is Section.EPILOGUE]
+    behind = [m for m in program.receives if m.section is Section.EPILOGUE]
+    found += [*_posted(behind, ""), *_unpacked(behind, "")]
     first = {ref: Ref(f"{ref.node}@0", ref.index) for ref in makers}
     found += [_behind(i, first) for i in program.instructions if i.section is Section.EPILOGUE]
     return replace(
@@ -155,6 +156,42 @@ def unroll(program: Program, row: Row) -> Program:
         gradients={name: first.get(ref, ref) for name, ref in program.gradients.items()},
         mutations={name: first.get(ref, ref) for name, ref in program.mutations.items()},
         microbatches=1,
+    )
+
+
+def of_turn(turn: Turn, messages: Sequence[Message]) -> list[Message]:
+    """The messages of a turn."""
+    return [m for m in messages if (m.section, m.chunk) == turn[:2]]
+
+
+def _posted(messages: Sequence[Message], suffix: str) -> list[Instruction]:
+    """The buffers of messages to come, and rooms for what does not arrive where it will lie."""
+    rooms = [_room(m, suffix) for m in messages if m.copied_elements]
+    return [_received(m, suffix) for m in messages] + rooms
+
+
+def _unpacked(messages: Sequence[Message], suffix: str) -> list[Instruction]:
+    """The end of those rooms."""
+    return [_left(_room(m, suffix)) for m in messages if m.copied_elements]
+
+
+def _gone(messages: Sequence[Message], made: set[str], number: int) -> list[Instruction]:
+    """Messages sent, with the rooms of what does not leave from where it lies."""
+    rooms = [_room(m, f"@{number}") for m in messages if m.copied_elements]
+    return [_sent(m, made, number) for m in messages] + rooms + [_left(room) for room in rooms]
+
+
+def _room(message: Message, suffix: str) -> Instruction:
+    kind = replace(message.local_type, shape=(message.copied_elements,))
+    bare = _received(replace(message, local_type=kind), "")
+    return replace(bare, name=f"room {message.number}{suffix} of {message.ref.node}")
+
+
+def _left(room: Instruction) -> Instruction:
+    """Has a room there until now."""
+    args = (Ref(room.name),)
+    return replace(
+        room, name=f"{room.name} left", op="aten.alias.default", args=args, kwargs=(), view=True
     )
 
 

@@ -19,6 +19,7 @@ from autopar.lower.overlap import overlap
 from autopar.lower.program import Message, Program, ProgramInput, Section
 from autopar.lower.rows import memory_turns, turns_of
 from autopar.lower.simulate import Prices, Simulation, simulate
+from autopar.lower.spmd import Crossing
 from autopar.lower.unroll import unroll, with_refs
 from autopar.plan.records import Plan, StagePlan
 from autopar.planner.cuts import CutHint, least_starts
@@ -289,6 +290,11 @@ def evaluate_pipeline(
     spec = schedule_named(layout.schedule)
     rows = spec.generate(layout.num_stages, layout.num_chunks, mesh.microbatches)
     turns = turns_of(layout.schedule, layout.num_stages, layout.num_chunks, mesh.microbatches)
+    crossing = Crossing(
+        transfers=pipeline.transfers,
+        meshes=tuple(stage.mesh for stage in pipeline.stages),
+        splits_backward=spec.splits_backward,
+    )
     results = []
     by_chunk: dict[int, tuple[Program, Mapping[Section, Simulation]]] = {}
     for lane, row in enumerate(turns):
@@ -299,8 +305,7 @@ def evaluate_pipeline(
             held,
             (0,) * len(mesh.sizes),
             cost.collective_s,
-            pipeline.transfers,
-            splits_backward=spec.splits_backward,
+            crossing,
         )
         for number, program in zip(sorted(held), programs, strict=True):
             ready = overlap(program)

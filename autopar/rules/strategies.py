@@ -84,7 +84,8 @@ def strategies(
         operand_types: Global types of its operands.
         output_types: Global types of its outputs.
         mesh: The mesh; an axis of one rank leaves the node whole. Its time axis splits no factor
-            whose parts would be joined inside the node, since microbatches run one by one.
+            whose parts would be joined inside the node, since microbatches run one by one, and
+            cuts each of the mesh's ``rows`` of a factor.
         cuts: Where each factor may be cut besides ``(1, D)``.
         allow: Further restriction of an axis to factors; default none.
     """
@@ -174,6 +175,10 @@ class _Lister:
                 before = piece.ranks
             elif not _apart(piece.cut, option.cut):
                 return None
+        if axis == self.mesh.time_axis:
+            if self.mesh.rows % before and self.mesh.rows > 1:
+                return None
+            before = max(before, self.mesh.rows)
         if before > 1 and size % (before * ranks):
             return None
         inner = self.rule.sizes[option.factor] // (outer * size)

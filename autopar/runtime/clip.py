@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from autopar.errors import AutoparError
-from autopar.runtime.groups import group_over_stages
+from autopar.runtime.groups import StagePeers, stages_of
+from autopar.runtime.mail import group_named
 
 
 @torch.no_grad()
@@ -40,7 +41,7 @@ def clip_grad_norm_(
     """
     distinct = _distinct(parameters)
     gradients = [p.grad for p in distinct if p.grad is not None]
-    stages = _group_over_stages(distinct)
+    stages = _stages(distinct)
     if not gradients and stages is None:
         return torch.tensor(0.0)
     norm = _total_norm(gradients, float(norm_type), stages)
@@ -65,17 +66,17 @@ def _distinct(parameters: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]
     return list({id(p): p for p in parameters}.values())
 
 
-def _group_over_stages(parameters: list[Tensor]) -> Any:
-    """Group over the stages of the pipeline that the parameters are on; None without one."""
-    found = (group_over_stages(p.device_mesh) for p in parameters if isinstance(p, DTensor))
-    return next((group for group in found if group is not None), None)
+def _stages(parameters: list[Tensor]) -> StagePeers | None:
+    """Stages of the pipeline that the parameters are on; None without one."""
+    found = (stages_of(p.device_mesh) for p in parameters if isinstance(p, DTensor))
+    return next((peers for peers in found if peers is not None), None)
 
 
 def _local(gradient: Tensor) -> Tensor:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
-def _total_norm(gradients: list[Tensor], norm_type: float, stages: Any) -> Tensor:
+def _total_norm(gradients: list[Tensor], norm_type: float, stages: StagePeers | None) -> Tensor:
     """Norm over all gradients, joined over the axes that split each of them and over stages."""
     by_axes: dict[Any, list[Tensor]] = {}
     for gradient in gradients:
@@ -95,7 +96,9 @@ def _total_norm(gradients: list[Tensor], norm_type: float, stages: Any) -> Tenso
         total = torch.maximum(total, part) if infinite else total + part
     if stages is not None:
         op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
-        dist.all_reduce(total, op=op, group=stages)
+        if dist.get_rank() != stages.rank_of(stages.stage, 0):
+            total.zero_()  # the first rank of a stage speaks for it
+        dist.all_reduce(total, op=op, group=group_named(stages.down))
     return total if infinite else total.pow(1.0 / norm_type)
 
 

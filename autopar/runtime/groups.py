@@ -67,35 +67,35 @@ class MeshGroups:
     device_mesh: DeviceMesh
 
 
-_STAGES: weakref.WeakKeyDictionary[DeviceMesh, Any] = weakref.WeakKeyDictionary()
-"""Group over the stages of a pipeline, by the mesh of a stage's parameters."""
+_STAGES: weakref.WeakKeyDictionary[DeviceMesh, StagePeers] = weakref.WeakKeyDictionary()
+"""Peers on the other stages of a pipeline, by the mesh of a stage's parameters."""
 
 
-def group_over_stages(mesh: DeviceMesh) -> Any:
-    """Group of this rank and its peers on other stages; None without a pipeline."""
+def stages_of(mesh: DeviceMesh) -> StagePeers | None:
+    """This rank's peers on other stages; None without a pipeline."""
     return _STAGES.get(mesh)
 
 
 @dataclass(frozen=True)
 class StagePeers:
-    """The ranks with this rank's place on the other stages of a pipeline.
+    """The ranks of every stage of a pipeline.
 
     Attributes:
         stage: This rank's stage.
-        num_ranks: Ranks of one stage.
+        first_ranks: Global number of the first rank of every stage.
         down: Name of the group of messages to later stages, and of results; ``up`` of that of
-            messages to earlier ones. Names, since a group that is held stays open when it is
-            closed, and ranks that wait in it would not learn of it.
+            messages to earlier ones. All ranks are in both. Names, since a group that is held
+            stays open when it is closed, and ranks that wait in it would not learn of it.
     """
 
     stage: int
-    num_ranks: int
+    first_ranks: tuple[int, ...]
     down: str
     up: str
 
-    def rank_of(self, rank: int, stage: int) -> int:
-        """Global number of the peer on another stage."""
-        return rank + (stage - self.stage) * self.num_ranks
+    def rank_of(self, stage: int, place: int) -> int:
+        """Global number of a rank, from its number on its stage."""
+        return self.first_ranks[stage] + place
 
 
 @dataclass(eq=False)
@@ -233,6 +233,7 @@ class Session:
         key = (mesh.names, mesh.sizes, first_rank)
         if key not in self._meshes:
             self._meshes[key], self._owned[key] = self._make_groups(mesh, first_rank)
+            self._warm_up(self._owned[key])
         return self._meshes[key]
 
     def check_open(self) -> None:
@@ -342,67 +343,60 @@ class Session:
     def _make_groups(self, mesh: Mesh, first_rank: int) -> tuple[MeshGroups, list[Any]]:
         ranks = torch.arange(first_rank, first_rank + mesh.num_ranks).reshape(mesh.sizes or (1,))
         active = tuple(a for a, size in enumerate(mesh.sizes) if size > 1)
-        backend = "nccl" if self.device.type == "cuda" else "gloo"
         axes, owned = [AxisGroup("", 1)] * len(mesh.sizes), []
         for axis in active:
-            group = self._axis_group(ranks, axis, backend)
-            axes[axis] = AxisGroup(group.group_name, mesh.sizes[axis])
-            owned.append(group)
+            group = self._axis_group(ranks, axis)
+            axes[axis] = AxisGroup("" if group is None else group.group_name, mesh.sizes[axis])
+            owned += [] if group is None else [group]
         active = active or (0,)
         names = tuple(mesh.names[a] for a in active) if mesh.names else ("all",)
         grid = ranks.reshape([ranks.shape[a] for a in active])
         device_mesh = DeviceMesh(self.device.type, grid, mesh_dim_names=names)
-        self._warm_up(owned)
         return MeshGroups(mesh, tuple(axes), active, device_mesh), owned
 
-    def stage_groups(self, mesh: Mesh, num_stages: int) -> tuple[MeshGroups, StagePeers]:
+    def stage_groups(
+        self, meshes: Sequence[Mesh], first_ranks: Sequence[int]
+    ) -> tuple[MeshGroups, StagePeers]:
         """Groups of this rank's stage of a pipeline, and of its messages to other stages.
 
-        Stages have equal meshes and follow each other in rank order. Every rank must call it.
+        Every rank must be on a stage, and must call it.
 
         Args:
-            mesh: Mesh of one stage.
-            num_stages: Number of stages.
+            meshes: Mesh of every stage.
+            first_ranks: Global number of the first rank of every stage.
         """
-        ranks = torch.arange(num_stages * mesh.num_ranks)
-        backend = "nccl" if self.device.type == "cuda" else "gloo"
-        grid = ranks.reshape(num_stages, *mesh.sizes)
-        active = tuple(a for a, size in enumerate(mesh.sizes) if size > 1)
-        axes, owned = [AxisGroup("", 1)] * len(mesh.sizes), []
-        for axis in active:
-            group = self._axis_group(grid, axis + 1, backend)
-            axes[axis] = AxisGroup(group.group_name, mesh.sizes[axis])
-            owned.append(group)
-        active = active or (0,)
-        names = tuple(mesh.names[a] for a in active) if mesh.names else ("all",)
-        sizes = [mesh.sizes[a] for a in active] if mesh.sizes else [1]
-        whole = DeviceMesh(
-            self.device.type, ranks.reshape(num_stages, *sizes), mesh_dim_names=("pp", *names)
-        )
+        made = [self._make_groups(*one) for one in zip(meshes, first_ranks, strict=True)]
+        stage = max(s for s, first in enumerate(first_ranks) if first <= self.rank)
+        groups, owned = made[stage]
         down, up = (
-            dist.new_group(timeout=_delta(self.step_timeout_s), backend=backend) for _ in range(2)
+            dist.new_group(timeout=_delta(self.step_timeout_s), backend=self._backend)
+            for _ in range(2)
         )
         owned += [down, up]
         self._warm_up(owned)
-        self._owned["stages", num_stages, mesh.names, mesh.sizes] = owned
+        key = tuple((m.names, m.sizes, f) for m, f in zip(meshes, first_ranks, strict=True))
+        self._owned["stages", *key] = owned
         peers = StagePeers(
-            stage=self.rank // mesh.num_ranks,
-            num_ranks=mesh.num_ranks,
+            stage=stage,
+            first_ranks=tuple(first_ranks),
             down=down.group_name,
             up=up.group_name,
         )
-        own = whole[names]
-        _STAGES[own] = whole.get_group("pp")
-        return MeshGroups(mesh, tuple(axes), active, own), peers
+        _STAGES[groups.device_mesh] = peers
+        return groups, peers
 
-    def _axis_group(self, ranks: torch.Tensor, axis: int, backend: str) -> Any:
-        """This rank's group along an axis; every rank makes every group, in sorted order."""
+    @property
+    def _backend(self) -> str:
+        return "nccl" if self.device.type == "cuda" else "gloo"
+
+    def _axis_group(self, ranks: torch.Tensor, axis: int) -> Any:
+        """This rank's group along an axis, None off the mesh; all ranks make all, in order."""
         own = None
         lines = ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]).tolist()
         for line in sorted(lines):
-            group = dist.new_group(line, timeout=_delta(self.step_timeout_s), backend=backend)
+            timeout = _delta(self.step_timeout_s)
+            group = dist.new_group(line, timeout=timeout, backend=self._backend)
             own = group if self.rank in line else own
-        assert own is not None, f"rank {self.rank} is not on the mesh"
         return own
 
     def _warm_up(self, owned: Sequence[Any]) -> None:

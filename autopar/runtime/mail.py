@@ -1,6 +1,9 @@
 """Messages between the stages of a pipeline: receives posted early, sends waited for late.
 
-Messages carry tags, so their order between two ranks does not matter where the backend knows tags.
+Of a value every rank sends each rank that needs some of it one message: from where the elements
+lie, if they follow each other in memory, else from a buffer into which they are gathered; they
+arrive likewise. Messages carry tags, so their order between two ranks does not matter where the
+backend knows tags; it is the same on both sides all the same.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from torch._C._distributed_c10d import _resolve_process_group
 
 from autopar.capture.ops import torch_dtype
 from autopar.ir.graph import Ref
+from autopar.lower.pieces import Box, Part
 from autopar.lower.program import Message, Program
 from autopar.runtime.groups import StagePeers
 
@@ -35,11 +39,28 @@ class Route:
     num_transfers: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Coming:
+    """One rank's part of a message that was posted.
+
+    Attributes:
+        rank: Which rank sends it.
+        work: Its receive.
+        buffer: Where it arrives, until it is taken out; None where it will lie.
+        part: Which elements of the piece it holds.
+    """
+
+    rank: int
+    work: Any
+    buffer: Tensor | None
+    part: Part
+
+
 class Mail:
     """A rank's messages of a step.
 
     Attributes:
-        waits: The message that is waited for, if any.
+        waits: Rank and stage of the message that is waited for, if any.
     """
 
     def __init__(self, programs: Sequence[Program], route: Route, device: torch.device) -> None:
@@ -50,49 +71,59 @@ class Mail:
             route: Where messages go.
             device: Where they arrive.
         """
-        self.waits: Message | None = None
-        self._types = [{m.number: m.local_type for m in p.receives} for p in programs]
+        self.waits: tuple[int, int] | None = None
+        self._receives = [{m.number: m for m in p.receives} for p in programs]
         self._route = route
         self._device = device
-        self._rank = dist.get_rank()
-        self._posted: dict[tuple[int, int], tuple[Tensor, Any]] = {}
+        self._posted: dict[tuple[int, int], tuple[Tensor, list[_Coming]]] = {}
         self._sent: list[tuple[Any, Tensor]] = []
 
     def post(self, messages: Sequence[Message], microbatch: int) -> None:
         """Post the receives of messages; what has been sent meanwhile is let go of."""
         self._sent[:] = [(work, held) for work, held in self._sent if not work.is_completed()]
-        types = self._types[min(microbatch, len(self._types) - 1)]
-        for message in messages:
-            kind = types[message.number]
-            buffer = torch.empty(kind.shape, dtype=torch_dtype(kind.dtype), device=self._device)
-            work = None
-            if buffer.numel():
-                work = dist.irecv(
-                    plain(buffer),
-                    src=self.peer(message),
-                    group=self._direction(message.peer, message.chunk),
-                    tag=self._tag(message, microbatch),
-                )
-            self._posted[message.number, microbatch] = buffer, work
+        own = self._receives[min(microbatch, len(self._receives) - 1)]
+        for message in (own[m.number] for m in messages):
+            kind = message.local_type
+            arriving = sum(part.num_elements for part in message.parts)
+            make = torch.empty if arriving == kind.num_elements else torch.zeros
+            piece = make(kind.shape, dtype=torch_dtype(kind.dtype), device=self._device)
+            coming = [self._posted_part(message, part, microbatch, piece) for part in message.parts]
+            self._posted[message.number, microbatch] = piece, coming
+
+    def _posted_part(self, message: Message, part: Part, microbatch: int, piece: Tensor) -> _Coming:
+        buffer = None if part.is_contiguous else piece.new_empty(part.num_elements)
+        rank = self._rank(message, part)
+        work = dist.irecv(
+            plain(_elements(piece, part.boxes[0]) if buffer is None else buffer),
+            src=rank,
+            group=self._direction(message.peer, message.chunk),
+            tag=self._tag(message, microbatch),
+        )
+        return _Coming(rank, work, buffer, part)
 
     def take(self, messages: Sequence[Message], microbatch: int, env: dict[Ref, Tensor]) -> None:
         """Wait for messages that were posted."""
         for message in messages:
-            key = message.number, microbatch
-            if self._posted[key][1] is not None:
-                self.waits = message
-                self._posted[key][1].wait()
+            piece, coming = self._posted[message.number, microbatch]
+            for one in coming:
+                self.waits = one.rank, self._route.stages[message.peer]
+                one.work.wait()
                 self.waits = None
-            env[message.ref] = self._posted.pop(key)[0]
+                if one.buffer is not None:
+                    _scatter(one.buffer, piece, one.part)
+            del self._posted[message.number, microbatch]
+            env[message.ref] = piece
 
     def give(self, messages: Sequence[Message], microbatch: int, env: Mapping[Ref, Tensor]) -> None:
         """Send messages; what they hold lives until they are done."""
         for message in messages:
-            held = env[message.ref].contiguous()
-            if held.numel():
+            piece = env[message.ref].contiguous() if message.parts else None
+            for part in message.parts:
+                assert piece is not None
+                held = _gathered(piece, part)
                 work = dist.isend(
                     plain(held),
-                    dst=self.peer(message),
+                    dst=self._rank(message, part),
                     group=self._direction(message.chunk, message.peer),
                     tag=self._tag(message, microbatch),
                 )
@@ -114,9 +145,9 @@ class Mail:
         self._posted.clear()
         self._sent.clear()
 
-    def peer(self, message: Message) -> int:
-        """The rank at the other end of a message."""
-        return self._route.peers.rank_of(self._rank, self._route.stages[message.peer])
+    def _rank(self, message: Message, part: Part) -> int:
+        """The rank at the other end of a part of a message."""
+        return self._route.peers.rank_of(self._route.stages[message.peer], part.place)
 
     def _tag(self, message: Message, microbatch: int) -> int:
         return microbatch * self._route.num_transfers + message.number
@@ -125,6 +156,25 @@ class Mail:
         """Group of messages from one chunk to another."""
         peers = self._route.peers
         return group_named(peers.down if source < target else peers.up)
+
+
+def _elements(piece: Tensor, box: Box) -> Tensor:
+    """A box of a contiguous piece, as a view."""
+    return piece.as_strided(box.sizes, box.strides, piece.storage_offset() + box.start)
+
+
+def _gathered(piece: Tensor, part: Part) -> Tensor:
+    """What a part holds of a piece, contiguous: where it lies, or a copy."""
+    if part.is_contiguous:
+        return _elements(piece, part.boxes[0])
+    return torch.cat([_elements(piece, box).reshape(-1) for box in part.boxes])
+
+
+def _scatter(buffer: Tensor, piece: Tensor, part: Part) -> None:
+    """Put a part that has arrived where it lies in the piece."""
+    sizes = [box.num_elements for box in part.boxes]
+    for box, values in zip(part.boxes, torch.split(buffer, sizes), strict=True):
+        _elements(piece, box).copy_(values.view(box.sizes))
 
 
 def group_named(name: Any) -> Any:

@@ -20,12 +20,11 @@ from autopar.ir.graph import Ref, TensorType
 from autopar.lower.program import (
     ACCUMULATE,
     Instruction,
-    Message,
     Program,
     Section,
 )
 from autopar.lower.segments import Segment, segments
-from autopar.lower.unroll import Turn, lives, totals_of
+from autopar.lower.unroll import Turn, lives, of_turn, totals_of
 from autopar.runtime.loop import Built, as_alias, join, owned, part_of, reduce_of
 from autopar.runtime.mail import Mail, Route, group_named, plain
 from autopar.runtime.module import AxisGroup, Part, build_part
@@ -141,7 +140,7 @@ class _Stage:
         self._epilogue = self._steps(Section.EPILOGUE)
         self._lives = lives(programs, source.row)
         self._behind = [
-            {m.ref for m in _of(turn, self._program(turn.microbatch).sends)} | set(joined)
+            {m.ref for m in of_turn(turn, self._program(turn.microbatch).sends)} | set(joined)
             for turn, joined in zip(source.row, self._lives.joins, strict=True)
         ]
         self._total_of = [dict(zip(totals_of(p), self._totals, strict=True)) for p in programs]
@@ -193,9 +192,9 @@ class _Stage:
             chunk = f"chunk {now.chunk} on " if stages.count(stage) > 1 else ""
             words = now.section.replace("_", " ")
             said = f"the {words} of {chunk}stage {stage} for microbatch {now.microbatch}"
-        if (message := self._mail.waits) is None:
+        if (waits := self._mail.waits) is None:
             return said
-        rank, other = self._mail.peer(message), stages[message.peer]
+        rank, other = waits
         return f"{said}, which waits for rank {rank} of stage {other},"
 
     def run(self, *values: Tensor) -> tuple[Tensor, ...]:
@@ -236,18 +235,18 @@ class _Stage:
         held: dict[int, Env] = {}
         totals: Env = {}
         row, mail = self.source.row, self._mail
-        mail.post(_of(row[0], self.first.receives), row[0].microbatch)
+        mail.post(of_turn(row[0], self.first.receives), row[0].microbatch)
         for position, turn in enumerate(row):
             number = turn.microbatch
             for after in row[position + 1 : position + 2]:
-                mail.post(_of(after, self.first.receives), after.microbatch)
+                mail.post(of_turn(after, self.first.receives), after.microbatch)
             self._now = turn
             own = held.setdefault(number, {})
-            mail.take(_of(turn, self.first.receives), number, own)
+            mail.take(of_turn(turn, self.first.receives), number, own)
             body = self._bodies[turn]
             box = [self._read(ref, position, number, own, shared) for ref in body.part.inputs]
             own |= body(box, number)
-            gives = _of(turn, self._program(number).sends)
+            gives = of_turn(turn, self._program(number).sends)
             mail.give(gives, number, {**shared, **own} if gives else {})
             self._end(position, number, own, totals, shared)
         return totals | (held.get(0, {}) if self.first.microbatches == 1 else {})
@@ -293,15 +292,10 @@ class _Stage:
             )
             if value.numel():
                 peers = self.source.route.peers
-                first = item.stage * peers.num_ranks
+                first = peers.rank_of(item.stage, 0)
                 dist.broadcast(plain(value), src=first, group=group_named(peers.down))
             found.append(value)
         return tuple(found)
-
-
-def _of(turn: Turn, messages: Sequence[Message]) -> list[Message]:
-    """The messages of a turn."""
-    return [m for m in messages if (m.section, m.chunk) == turn[:2]]
 
 
 class _Wanted:

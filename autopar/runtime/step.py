@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import BatchError
 from autopar.ir.graph import KEY
-from autopar.ir.sharding import Sharding, dim_splits, local_indices
+from autopar.ir.sharding import Sharding, dim_splits, local_indices, whole
 from autopar.lower.program import WAIT, Program, ProgramInput
 from autopar.plan.records import Plan
 from autopar.runtime.groups import MeshGroups
@@ -239,13 +239,15 @@ class Step:
         Raises:
             BatchError: They are not contiguous.
         """
-        mesh = self.source.program.mesh
-        coordinates = mesh.coordinates(rank % mesh.num_ranks)
+        plan = self.source.plan
+        stage = plan.stage_of_rank(rank)
+        mesh = plan.meshes[stage].space
+        coordinates = mesh.coordinates(rank - plan.ranks_of_stages[stage].start)
+        inputs = {p: s for chunk in plan.chunks_of(stage).values() for p, s in chunk.inputs.items()}
         found = {}
         for path, dim in self.source.batch_dims.items():
-            entry = self._inputs.get(path)
-            kind = self.source.plan.batch[path] if entry is None else entry.global_type
-            sharding = () if entry is None else entry.sharding
+            sharding = inputs.get(path, whole(mesh))[: len(mesh.sizes)]
+            kind = plan.batch[path]
             indices = _samples(sharding, kind.shape[dim], dim, coordinates)
             if len(indices) and indices[-1] - indices[0] != len(indices) - 1:
                 raise BatchError(

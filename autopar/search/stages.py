@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autopar.ir.alias import through
 from autopar.ir.graph import PARAMETER, SOURCE_OPS, Node, Phase, Ref
-from autopar.ir.sharding import WHOLE, Partial, Sharding
+from autopar.ir.sharding import WHOLE, Mesh, Partial, Sharding, Split, Whole
 from autopar.plan.records import StagePlan, Transfer
 from autopar.search.analysis import Analysis
 
@@ -164,21 +165,52 @@ def split_stages(
         cuts: First positions of stages 1 and on in `forward_order`.
         lanes: Group of ranks that holds each stage; by default one group each.
     """
-    return _Splitter(analysis, plan, cuts, lanes or range(len(cuts) + 1)).run()
+    held = tuple(lanes or range(len(cuts) + 1))
+    return split_lanes(analysis, equal_lanes(plan, max(held) + 1), cuts, held)
+
+
+def equal_lanes(plan: StagePlan, count: int) -> tuple[StagePlan, ...]:
+    """The same plan of the whole step on so many groups of ranks, one after the other."""
+    ranks = plan.mesh.num_ranks
+    return tuple(replace(plan, first_rank=plan.first_rank + n * ranks) for n in range(count))
+
+
+def split_lanes(
+    analysis: Analysis, wholes: Sequence[StagePlan], cuts: Sequence[int], lanes: Sequence[int]
+) -> Pipeline:
+    """A stage from each of several plans of the whole step, on groups of ranks of any meshes.
+
+    Args:
+        analysis: The step.
+        wholes: For every group of ranks, shardings of the whole step on its mesh. Their
+            microbatches hold the same samples.
+        cuts: First positions of stages 1 and on in `forward_order`.
+        lanes: Group of ranks that holds each stage.
+    """
+    return _Splitter(analysis, wholes, cuts, lanes).run()
+
+
+_Read = tuple[Ref, Sharding]
+"""What a node reads, maybe through views, and in which sharding."""
 
 
 class _Splitter:
-    """Working state of `split_stages`."""
+    """Working state of `split_lanes`."""
 
     def __init__(
-        self, analysis: Analysis, plan: StagePlan, cuts: Sequence[int], lanes: Sequence[int]
+        self,
+        analysis: Analysis,
+        wholes: Sequence[StagePlan],
+        cuts: Sequence[int],
+        lanes: Sequence[int],
     ) -> None:
         self.analysis = analysis
         self.graph = analysis.graph
-        self.plan = plan
-        self.plans = {node.name: node for node in plan.nodes}
-        self.num_stages = len(cuts) + 1
+        plans = [{node.name: node for node in whole.nodes} for whole in wholes]
+        self.wholes = [wholes[lane] for lane in lanes]
+        self.plans = [plans[lane] for lane in lanes]
         self.lanes = lanes
+        self.num_stages = len(cuts) + 1
         bounds = [*cuts, len(forward_order(analysis))]
         self.home: dict[str, int] = {}
         stage = 0
@@ -194,16 +226,13 @@ class _Splitter:
         members = self._members(owners)
         transfers = self._transfers(members, owners)
         stages = []
-        for stage in range(self.num_stages):
-            nodes = tuple(n for n in self.plan.nodes if n.name in members[stage])
-            owned = tuple(p for p in self.plan.parameters if owners[p.name] == stage)
+        for stage, whole in enumerate(self.wholes):
             stages.append(
                 replace(
-                    self.plan,
-                    nodes=nodes,
-                    parameters=owned,
-                    recomputed=tuple(n for n in self.plan.recomputed if n in members[stage]),
-                    first_rank=self.plan.first_rank + self.lanes[stage] * self.plan.mesh.num_ranks,
+                    whole,
+                    nodes=tuple(n for n in whole.nodes if n.name in members[stage]),
+                    parameters=tuple(p for p in whole.parameters if owners[p.name] == stage),
+                    recomputed=tuple(n for n in whole.recomputed if n in members[stage]),
                 )
             )
         return Pipeline(tuple(stages), transfers)
@@ -257,7 +286,7 @@ class _Splitter:
                 if root.op == PARAMETER:
                     stage = self.home[node.name]
                     owners[root.target] = min(owners.get(root.target, stage), stage)
-        return {p.name: owners.get(p.name, 0) for p in self.plan.parameters}
+        return {p.name: owners.get(p.name, 0) for p in self.wholes[0].parameters}
 
     def _members(self, owners: Mapping[str, int]) -> list[set[str]]:
         """Nodes of every stage, with what it makes again of the batch."""
@@ -276,46 +305,103 @@ class _Splitter:
                 if node.name in own:
                     for ref in node.operands:
                         root = self.analysis.root(ref).root.node
-                        if root in self.plans and root not in self.home:
+                        if root in self.plans[0] and root not in self.home:
                             own.add(root)
         return members
 
     def _place_result(self, members: list[set[str]], ref: Ref, stage: int) -> None:
         """Have a result that depends on the batch alone made on a stage."""
         root = self.analysis.root(ref).root.node
-        if root in self.plans and root not in self.home:
+        if root in self.plans[0] and root not in self.home:
             members[stage].add(root)
 
     def _transfers(
         self, members: Sequence[set[str]], owners: Mapping[str, int]
     ) -> tuple[Transfer, ...]:
         found: dict[tuple[Ref, int], Transfer] = {}
-        time = self.plan.mesh.time_axis
-        wanted: list[tuple[Ref, int, bool]] = []
-        for node in self.graph.nodes:
-            for stage, own in enumerate(members):
-                if node.name in own:
-                    operands = self.plans[node.name].operands
-                    for ref, sharding in zip(node.operands, operands, strict=True):
-                        joined = time is not None and sharding[time] == WHOLE
-                        wanted.append((self.analysis.root(ref).root, stage, joined))
-        for name, ref in self.graph.gradients.items():
-            wanted.append((self.analysis.root(ref).root, owners[name], time is not None))
-        all_joined: dict[tuple[Ref, int], bool] = {}
-        for root, stage, joined in wanted:
-            all_joined[root, stage] = all_joined.get((root, stage), True) and joined
-        for (root, stage), joined in all_joined.items():
+        for (root, stage), reads in self._reads(members, owners).items():
             source = self._made_on(root, owners, members)
             if source is None or source == stage or root.node in members[stage]:
                 continue
-            sharding = self._leaves_as(root)
-            if joined and time is not None and isinstance(sharding[time], Partial):
-                sharding = (*sharding[:time], WHOLE)
+            sharding, arrives = self._crosses(root, source, stage, reads)
             found[root, stage] = Transfer(
-                value=str(root), source=source, target=stage, sharding=sharding
+                value=str(root), source=source, target=stage, sharding=sharding, arrives=arrives
             )
         place = {node.name: position for position, node in enumerate(self.graph.nodes)}
         return tuple(found[key] for key in sorted(found, key=lambda k: (place[k[0].node], *k)))
+
+    def _reads(
+        self, members: Sequence[set[str]], owners: Mapping[str, int]
+    ) -> Mapping[tuple[Ref, int], list[_Read]]:
+        """(value, stage that reads it) to how it is read there."""
+        found: dict[tuple[Ref, int], list[_Read]] = {}
+
+        def add(ref: Ref, stage: int, sharding: Sharding) -> None:
+            found.setdefault((self.analysis.root(ref).root, stage), []).append((ref, sharding))
+
+        for node in self.graph.nodes:
+            for stage, own in enumerate(members):
+                if node.name in own:
+                    operands = self.plans[stage][node.name].operands
+                    for ref, sharding in zip(node.operands, operands, strict=True):
+                        add(ref, stage, sharding)
+        for name, ref in self.graph.gradients.items():
+            add(ref, owners[name], self._stored(name, owners[name]))
+        return found
+
+    def _at_root(self, read: _Read, stage: int) -> Sharding:
+        """How the value lies that is read through views."""
+        ref, sharding = read
+        sizes, rules = self.wholes[stage].mesh.sizes, self.analysis.rules
+        found = through(
+            sharding,
+            tuple(reversed(self.analysis.root(ref).chain)),
+            lambda name, now: rules[name].carry_back(now, sizes),
+        )
+        assert found is not None, read
+        return found
+
+    def _crosses(
+        self, root: Ref, source: int, target: int, reads: Sequence[_Read]
+    ) -> tuple[Sharding, Sharding | None]:
+        """How a value leaves its stage and arrives on one that reads it.
+
+        What lies alike on both goes as it is, terms of sums too. Else sums are added up before
+        they leave, and the value arrives as its first reader has it; if a reader wants terms of a
+        sum, it arrives as it would have been made there.
+        """
+        time = self.wholes[source].mesh.time_axis
+        leaves, made = self._made_as(root, source), self._made_as(root, target)
+        if time is not None and all(sharding[-1] == WHOLE for _, sharding in reads):
+            if isinstance(leaves[-1], Partial):
+                leaves = (*leaves[:-1], WHOLE)
+            if isinstance(made[-1], Partial):
+                made = (*made[:-1], WHOLE)
+        if leaves == made and self._space(source).sizes == self._space(target).sizes:
+            return leaves, None
+        num_axes = len(self._space(target).sizes)
+        wanted = self._at_root(reads[0], target)
+        if any(isinstance(axis, Partial) for _, read in reads for axis in read[:num_axes]):
+            wanted = made
+        complete = self._complete(root, leaves, source)
+        return complete, (*wanted[:num_axes], *complete[len(self._space(source).sizes) :])
+
+    def _space(self, stage: int) -> Mesh:
+        return self.wholes[stage].mesh.space
+
+    def _complete(self, root: Ref, sharding: Sharding, stage: int) -> Sharding:
+        """A sharding with its sums over ranks added up, each rank keeping a part if it can."""
+        shape, mesh = self.graph.type_of(root).shape, self.wholes[stage].mesh
+        for axis, ranks in enumerate(mesh.space.sizes):
+            if not isinstance(sharding[axis], Partial):
+                continue
+            taken = {s.dim for s in sharding if isinstance(s, Split)}
+            free = [d for d, n in enumerate(shape) if d not in taken and n and n % ranks == 0]
+            new: Split | Whole = WHOLE
+            if free:
+                new = Split(free[0], 1, shape[free[0]] // ranks)
+            sharding = (*sharding[:axis], new, *sharding[axis + 1 :])
+        return sharding
 
     def _made_on(
         self, root: Ref, owners: Mapping[str, int], members: Sequence[set[str]]
@@ -327,8 +413,12 @@ class _Splitter:
             return None
         return self.home.get(root.node)
 
-    def _leaves_as(self, root: Ref) -> Sharding:
+    def _made_as(self, root: Ref, stage: int) -> Sharding:
+        """How a stage's plan of the whole step makes a value."""
         node = self.graph.by_name[root.node]
         if node.op == PARAMETER:
-            return next(p.stored for p in self.plan.parameters if p.name == node.target)
-        return self.plans[root.node].outputs[root.index]
+            return self._stored(node.target, stage)
+        return self.plans[stage][root.node].outputs[root.index]
+
+    def _stored(self, name: str, stage: int) -> Sharding:
+        return next(p.stored for p in self.wholes[stage].parameters if p.name == name)

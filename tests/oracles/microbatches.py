@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from autopar.capture.ops import torch_dtype
 from autopar.ir.graph import Ref
+from autopar.lower.pieces import Box
 from autopar.lower.program import LOOP, Message, Program, Section
 from autopar.lower.segments import Segment, segments
 from autopar.lower.unroll import Row, Turn, lives, totals_of
@@ -97,15 +99,20 @@ class Lane:
             return False
         for rank, (program, env) in enumerate(zip(programs, envs, strict=True)):
             for message in _arriving(program, events[rank]):
-                env[message.ref] = mail[message.number, number].pop(rank)
-                assert tuple(env[message.ref].shape) == message.local_type.shape
+                env[message.ref] = _received(message, rank, mail[message.number, number])
         if turn is None and self.at >= self.first_turn:
             for env, total in zip(self.envs, self.totals, strict=True):
                 env.update(total)
         run_instructions([_part(p, e) for p, e in zip(programs, events, strict=True)], envs)
         for rank, (program, env) in enumerate(zip(programs, envs, strict=True)):
             for message in _leaving(program, events[rank]):
-                mail.setdefault((message.number, number), {})[rank] = env[message.ref]
+                parts = mail.setdefault((message.number, number), {})
+                piece = env[message.ref].contiguous()
+                assert tuple(piece.shape) == message.local_type.shape
+                for part in message.parts:
+                    parts[rank, part.place] = torch.cat(
+                        [_elements(piece, box).reshape(-1) for box in part.boxes]
+                    )
         if turn is not None:
             self._end(turn, programs, envs)
         self.at += 1
@@ -143,8 +150,27 @@ class Lane:
                 self.envs[rank].update({r: v for r, v in inner.items() if (r, m) not in until})
 
 
-Mail = dict[tuple[int, int], dict[int, torch.Tensor]]
-"""(transfer, microbatch) to the piece for every rank."""
+Mail = dict[tuple[int, int], dict[tuple[int, int], torch.Tensor]]
+"""(transfer, microbatch) to what every (sender, receiver) has of it, flat."""
+
+
+def _elements(piece: torch.Tensor, box: Box) -> torch.Tensor:
+    return piece.as_strided(box.sizes, box.strides, piece.storage_offset() + box.start)
+
+
+def _received(
+    message: Message, rank: int, parts: dict[tuple[int, int], torch.Tensor]
+) -> torch.Tensor:
+    """A rank's piece of a value, from its parts."""
+    kind = message.local_type
+    found = torch.zeros(kind.shape, dtype=torch_dtype(kind.dtype))
+    for part in message.parts:
+        arrived = parts.pop((part.place, rank))
+        assert arrived.dtype == found.dtype
+        pieces = arrived.split([box.num_elements for box in part.boxes])
+        for box, values in zip(part.boxes, pieces, strict=True):
+            _elements(found, box).copy_(values.reshape(box.sizes))
+    return found
 
 
 def run_pipeline(

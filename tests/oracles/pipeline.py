@@ -18,7 +18,7 @@ from autopar.lower.chunks import lower_chunks, on_one_rank
 from autopar.lower.overlap import overlap
 from autopar.lower.program import Program
 from autopar.lower.rows import turns_of
-from autopar.lower.spmd import lower
+from autopar.lower.spmd import Crossing, lower
 from autopar.lower.unroll import Row
 from autopar.plan.records import StagePlan
 from autopar.schedules.table import schedule_named
@@ -119,35 +119,35 @@ def lanes_of(
     analysis: Analysis, pipeline: Pipeline, schedule: str
 ) -> list[tuple[list[list[Program]], Row]]:
     """For every lane: for every microbatch, the program of every rank; and its row."""
-    mesh = pipeline.stages[0].mesh
-    seconds = axis_seconds(Cluster.local(mesh.num_ranks), mesh)
-    lanes = [stage.first_rank // mesh.num_ranks for stage in pipeline.stages]
-    num_lanes = max(lanes) + 1
-    rows = turns_of(schedule, num_lanes, len(lanes) // num_lanes, mesh.microbatches)
+    microbatches = pipeline.stages[0].mesh.microbatches
+    firsts = sorted({stage.first_rank for stage in pipeline.stages})
+    lanes = [firsts.index(stage.first_rank) for stage in pipeline.stages]
+    rows = turns_of(schedule, len(firsts), len(lanes) // len(firsts), microbatches)
+    crossing = Crossing(
+        transfers=pipeline.transfers,
+        meshes=tuple(stage.mesh for stage in pipeline.stages),
+        splits_backward=schedule_named(schedule).splits_backward,
+    )
+    meshes = [pipeline.stages[lanes.index(lane)].mesh for lane in range(len(firsts))]
+    seconds = [axis_seconds(Cluster.local(mesh.num_ranks), mesh) for mesh in meshes]
 
     def program(lane: int, rank: int, number: int) -> Program:
         held = {n: s for n, s in enumerate(pipeline.stages) if lanes[n] == lane}
-        place = mesh.coordinates(rank) + ((number,) if mesh.time_axis is not None else ())
+        place = meshes[lane].coordinates(rank) + ((number,) if microbatches > 1 else ())
         programs = lower_chunks(
-            analysis.graph,
-            analysis.rules,
-            held,
-            place,
-            seconds,
-            pipeline.transfers,
-            splits_backward=schedule_named(schedule).splits_backward,
+            analysis.graph, analysis.rules, held, place, seconds[lane], crossing
         )
         return on_one_rank(analysis.graph, programs, held)
 
     return [
         (
             [
-                [program(lane, r, m) for r in range(mesh.num_ranks)]
-                for m in range(mesh.microbatches)
+                [program(lane, r, m) for r in range(meshes[lane].num_ranks)]
+                for m in range(microbatches)
             ],
             rows[lane],
         )
-        for lane in range(num_lanes)
+        for lane in range(len(firsts))
     ]
 
 
@@ -176,14 +176,14 @@ def _compare(
     tolerance: float,
 ) -> None:
     expected, gradients, _ = eager(*built)
-    with_loss = 0
+    with_loss = []
     for programs, envs in stages:
         for program, env in zip(programs, envs, strict=True):
             if program.loss is not None:
-                with_loss += 1
+                with_loss.append(programs)
                 error = abs(float(env[program.loss]) - float(expected))
                 assert error <= tolerance * max(1.0, abs(float(expected))), "loss"
-    assert with_loss == len(stages[0][0])
+    assert with_loss and with_loss == [with_loss[0]] * len(with_loss[0]), "one stage makes it"
     left = {name for name, gradient in gradients.items() if gradient is not None}
     for programs, envs in stages:
         for name in programs[0].gradients:

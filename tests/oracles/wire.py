@@ -128,7 +128,7 @@ def run_stages(
     def run(rank: int) -> None:
         programs, row = lanes[rank]
         wire.place.rank = rank
-        peers = StagePeers(stage=rank, num_ranks=1, down="down", up="up")
+        peers = StagePeers(rank, tuple(range(len(lanes))), "down", "up")
         count = 1 + max((m.number for p, _ in lanes for m in p[0].sends), default=0)
         route = Route(peers=peers, stages=stages, num_transfers=count)
         source = StageSource(row=tuple(row), route=route, shared=())

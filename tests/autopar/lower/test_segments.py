@@ -27,6 +27,7 @@ def program(
                 section=Section.EPILOGUE,
                 local_type=KIND,
                 number=number,
+                parts=(),
             )
             for name, number in of.items()
         )

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,12 +16,13 @@ from autopar.capture import capture_step
 from autopar.cost.node import NodeCost, axis_seconds
 from autopar.ir.sharding import Mesh
 from autopar.lower.program import Program, Section
+from autopar.plan.records import StagePlan
 from autopar.schedules.table import schedule_named
 from autopar.search.analysis import Analysis, analyse
 from autopar.search.build import StateBytes, build_problem, decode
 from autopar.search.intra import solve
 from autopar.search.restrict import Restrictions
-from autopar.search.stages import balanced_cuts, forward_order, split_stages
+from autopar.search.stages import balanced_cuts, forward_order, split_lanes, split_stages
 from cost_models.cluster import Cluster
 from tests.oracles.models import MODELS, Built
 from tests.oracles.pipeline import assert_pipeline_exact
@@ -35,11 +42,7 @@ def pipeline(
     model, batch, loss = built
     captured = capture_step(model, batch, loss, grad=True)
     analysis = analyse(captured.graph)
-    cluster = Cluster.local(mesh.num_ranks)
-    cost = NodeCost(cluster.device(0), mesh, axis_seconds(cluster, mesh))
-    states = StateBytes(per_element=8.0, update_bytes_per_s=1e9)
-    problem = build_problem(analysis, mesh, cost, states, Restrictions())
-    whole = decode(problem, analysis, solve(problem.problem))
+    whole = whole_plan(analysis, mesh)
     where = cuts or balanced_cuts([1.0] * len(forward_order(analysis)), num_stages)
     spec = schedule_named(schedule)
     num_lanes = num_stages // max(spec.least_chunks, 1)
@@ -49,6 +52,78 @@ def pipeline(
     programs = [list(lane.variants[0]) for lane in ended]
     verify_directions(programs)
     return programs
+
+
+def whole_plan(analysis: Analysis, mesh: Mesh, zero: int | None = None) -> StagePlan:
+    """The best plan of the whole step on a mesh."""
+    cluster = Cluster.local(mesh.num_ranks)
+    cost = NodeCost(cluster.device(0), mesh, axis_seconds(cluster, mesh))
+    states = StateBytes(per_element=8.0, update_bytes_per_s=1e9)
+    problem = build_problem(analysis, mesh, cost, states, Restrictions(zero=zero))
+    return decode(problem, analysis, solve(problem.problem))
+
+
+def unlike_pipeline(
+    built: Built, meshes: Sequence[Mesh], schedule: str = "1f1b", zero: int | None = None
+) -> list[list[Program]]:
+    """As `pipeline`, with a mesh of its own for every stage."""
+    model, batch, loss = built
+    captured = capture_step(model, batch, loss, grad=True)
+    analysis = analyse(captured.graph)
+    firsts = itertools.accumulate((mesh.num_ranks for mesh in meshes), initial=0)
+    wholes = [
+        replace(whole_plan(analysis, mesh, zero), first_rank=first)
+        for mesh, first in zip(meshes, firsts, strict=False)
+    ]
+    spec = schedule_named(schedule)
+    count = len(meshes) * max(spec.least_chunks, 1)
+    lanes = [spec.lane_of_chunk(chunk, len(meshes)) for chunk in range(count)]
+    cuts = balanced_cuts([1.0] * len(forward_order(analysis)), count)
+    found = split_lanes(analysis, wholes, cuts, lanes)
+    ended = assert_pipeline_exact(*built, analysis, found, captured, schedule)
+    programs = [list(lane.variants[0]) for lane in ended]
+    verify_directions(programs)
+    return programs
+
+
+def in_time(microbatches: int, *meshes: Mesh) -> list[Mesh]:
+    """Meshes that run the same microbatches, whatever part of the batch each rank has."""
+    rows = math.lcm(
+        *(n for m in meshes for n, own in zip(m.sizes, m.roles, strict=True) if own == "dp")
+    )
+    return [mesh.with_time(microbatches, rows) for mesh in meshes]
+
+
+def role(name: str, ranks: int) -> Mesh:
+    return Mesh((name,), (ranks,), roles=(name,))
+
+
+UNLIKE = {
+    "dp2-tp2": (role("dp", 2), role("tp", 2)),
+    "tp2-dp2": (role("tp", 2), role("dp", 2)),
+    "dp4-dp2": (role("dp", 4), role("dp", 2)),
+    "2-1-1": (role("dp", 2), ONE, ONE),
+    "tp2-1-dp2": (role("tp", 2), ONE, role("dp", 2)),
+    "dp2tp2-tp4": (Mesh(("dp", "tp"), (2, 2), roles=("dp", "tp")), role("tp", 4)),
+}
+
+
+DEFAULT = {("llama", "dp2-tp2", 2), ("gpt2", "tp2-1-dp2", 2), ("gpt2", "2-1-1", 4)}
+"""What every run tries; the others are large."""
+
+
+@pytest.mark.parametrize(
+    ("name", "meshes", "microbatches"),
+    [
+        pytest.param(*case, marks=() if case in DEFAULT else pytest.mark.large)
+        for case in itertools.product(("llama", "gpt2"), UNLIKE, (1, 2, 4))
+    ],
+)
+def test_stages_of_unlike_meshes_are_exact(name: str, meshes: str, microbatches: int) -> None:
+    model, batch, loss = MODELS[name]()
+    more = {key: torch.cat([v, *(v.roll(n, -1) for n in range(1, 8))]) for key, v in batch.items()}
+    batch = {key: value[:16] for key, value in more.items()}
+    unlike_pipeline((model, batch, loss), in_time(microbatches, *UNLIKE[meshes]))
 
 
 def verify_directions(stages: list[list[Program]]) -> None:
@@ -97,8 +172,6 @@ def test_a_tied_parameter_is_owned_once_and_its_gradient_comes_back_once() -> No
 
 @given(st.lists(st.integers(1, 20).map(float), min_size=2, max_size=9), st.integers(1, 4))
 def test_balanced_cuts_equal_brute_force(seconds: list[float], stages: int) -> None:
-    import itertools
-
     stages = min(stages, len(seconds))
 
     def longest(cuts: tuple[int, ...]) -> float:
@@ -110,8 +183,6 @@ def test_balanced_cuts_equal_brute_force(seconds: list[float], stages: int) -> N
 
 
 def test_a_gradient_of_the_batch_alone_is_made_where_its_parameter_is() -> None:
-    import torch
-
     class Scaled(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()

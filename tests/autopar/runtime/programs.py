@@ -45,13 +45,19 @@ def split(dim: int, size: int, ranks: int) -> Split:
     return Split(dim, 1, -(-size // ranks))
 
 
+def rows_of(mesh: Mesh) -> Sharding:
+    """Rows of the batch split over the last axis."""
+    last = split(0, ROWS, mesh.sizes[-1])
+    return (*(WHOLE,) * (len(mesh.sizes) - 1), last)
+
+
 def data_parallel(
     mesh: Mesh, coordinates: tuple[int, ...], stored: Sharding, grad: bool
 ) -> Program:
     """Rows of the batch split over the last axis, weight stored whole or split by its rows."""
     axis = len(mesh.sizes) - 1
     ranks = mesh.sizes[axis]
-    rows = tuple(split(0, ROWS, ranks) if a == axis else WHOLE for a in range(axis + 1))
+    rows = rows_of(mesh)
     x_type, w_type = TensorType((ROWS, WIDTH), "float32"), TensorType((WIDTH, OUT), "float32")
     scalar = TensorType((), "float32")
     everything = (WHOLE,) * len(mesh.sizes)
@@ -120,7 +126,7 @@ def plan_of(mesh: Mesh, stored: Sharding) -> Plan:
     w_type = TensorType((WIDTH, OUT), "float32")
     stage = StagePlan(
         mesh=mesh,
-        inputs={},
+        inputs={"x": rows_of(mesh)},
         parameters=(ParameterPlan(name="weight", type=w_type, stored=stored),),
         nodes=(),
         kept={},
