@@ -28,6 +28,7 @@ from autopar.ir.sharding import Mesh
 from autopar.lower.chunks import lower_chunks, on_one_rank
 from autopar.lower.program import Program
 from autopar.lower.rows import turns_of
+from autopar.lower.simulate import prices
 from autopar.lower.spmd import Crossing
 from autopar.options import ADAMW, OptimizerSpec, Options, rules_by_op
 from autopar.plan.check import check
@@ -332,6 +333,7 @@ class _Compiler:
         stage, coordinates = self._place(plan)
         first = plan.ranks_of_stages[stage].start
         seconds = axis_seconds(self.job.cluster, plan.meshes[stage], first)
+        cost = prices(self.job.cluster.device(first), seconds)
         times = [(m,) for m in range(plan.microbatches)] if plan.microbatches > 1 else [()]
         chunks = plan.chunks_of(stage)
         graph, rules = analysis.graph, analysis.rules
@@ -344,7 +346,7 @@ class _Compiler:
         for microbatch in times:
             place = (*coordinates, *microbatch)
             programs = lower_chunks(graph, rules, chunks, place, seconds, crossing)
-            found.append(_with_results(on_one_rank(graph, programs, chunks), graph))
+            found.append(_with_results(on_one_rank(graph, programs, chunks, cost), graph))
         return tuple(found)
 
     def _stage_source(

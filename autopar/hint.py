@@ -78,9 +78,15 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """Activations of the modules that match wait for the backward in host memory."""
+    """What the modules that match hold waits in host memory.
+
+    Attributes:
+        pattern: Over module paths.
+        what: ``"activations"``, from the forward to the backward.
+    """
 
     pattern: str
+    what: str = "activations"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +111,7 @@ class PerMicrobatch:
     pattern: str
 
 
-Later = Offload | PerMicrobatch
+Later = PerMicrobatch
 """Hints that have their names already, and that this version refuses."""
 
 Hint = (
@@ -119,6 +125,7 @@ Hint = (
     | Stage
     | Recompute
     | Keep
+    | Offload
     | Later
 )
 
@@ -234,9 +241,22 @@ def keep(pattern: str) -> Keep:
     return Keep(pattern)
 
 
-def offload(pattern: str) -> Offload:
-    """Put activations of the modules that match into host memory; refused for now."""
-    return Offload(pattern)
+def offload(pattern: str, what: str = "activations") -> Offload:
+    """Keep activations inside the modules that match in host memory until the backward.
+
+    Args:
+        pattern: Glob over module paths; everything inside a module that matches belongs to it.
+        what: ``"activations"``.
+
+    Raises:
+        HintError: It is something else that is to be offloaded.
+    """
+    if what != "activations":
+        raise HintError(
+            f"cannot offload {what!r} of modules {pattern!r}: activations are what modules can put "
+            "into host memory"
+        )
+    return Offload(pattern, what)
 
 
 def cut_before(pattern: str) -> CutBefore:

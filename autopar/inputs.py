@@ -198,6 +198,7 @@ HINTS = (
     "keep",
     "memory_limit",
     "microbatches",
+    "offload",
     "recompute",
     "replicate",
     "schedule",
@@ -209,6 +210,7 @@ HINTS = (
 _OF_PATTERN: Mapping[str, Callable[[str], Hint]] = {
     "cut_before": hint.cut_before,
     "keep": hint.keep,
+    "offload": hint.offload,
     "recompute": hint.recompute,
     "replicate": hint.replicate,
 }
@@ -222,6 +224,7 @@ def parse_hints(texts: Iterable[str]) -> tuple[Hint, ...]:
         texts: ``dp=2``, ``zero=3`` (degrees are joined into one hint), ``memory_limit=60GiB``,
             ``microbatches=8``, ``schedule=gpipe``, ``schedule=interleaved:3`` (chunks),
             ``cut_before=layers.16``, ``stage=lm_head:3``, ``recompute=*.mlp``, ``keep=*.attn``,
+            ``offload=layers.*``,
             ``replicate=*.norm*``, ``shard=*.q_proj.weight:0:tp``.
 
     Raises:

@@ -51,6 +51,12 @@ SHARED_CORE = Slowdown(
     first=2.0, second=2.0, source="a CPU core that computes and moves bytes does half of each"
 )
 
+NO_SLOWDOWN = Slowdown(
+    first=1.0,
+    second=1.0,
+    source="a copy over the host link moves at most 2 % of what device memory does beside it",
+)
+
 COMPUTE_COLLECTIVE: Mapping[str, Slowdown] = {
     "V100-16GB": VOLTA_COLLECTIVE,
     "V100-32GB": VOLTA_COLLECTIVE,
@@ -63,6 +69,15 @@ COMPUTE_COLLECTIVE: Mapping[str, Slowdown] = {
 def compute_collective(kind: str) -> Slowdown:
     """The slowdown of computation and a collective on a device; A100's where none was measured."""
     return COMPUTE_COLLECTIVE.get(kind, AMPERE_COLLECTIVE)
+
+
+COMPUTE_COPY: Mapping[str, Slowdown] = {"cpu-core": SHARED_CORE}
+"""Computation and copies to or from the host, by kind of device; see `compute_copy`."""
+
+
+def compute_copy(kind: str) -> Slowdown:
+    """The slowdown of computation and copies over the host link, which a device does by itself."""
+    return COMPUTE_COPY.get(kind, NO_SLOWDOWN)
 
 
 def together_s(first_s: float, second_s: float, slowdown: Slowdown) -> float:

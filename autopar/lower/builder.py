@@ -18,6 +18,8 @@ from autopar.lower.program import (
     ALL_TO_ALL,
     MICROBATCH,
     REDUCE_SCATTER,
+    TO_DEVICE,
+    TO_HOST,
     WAIT,
     Instruction,
     Section,
@@ -143,26 +145,32 @@ class Builder:
         for axis in axes:
             assert axis != self.mesh.time_axis
             if self.mesh.sizes[axis] > 1:
-                value = self._collective(ALL_REDUCE, (value, axis, reduce), self.types[value])
+                value = self._started(ALL_REDUCE, (value, axis, reduce), self.types[value])
         return value
 
     def all_gather(self, value: Ref, axis: int) -> Ref:
         """Pieces of all ranks of the axis, concatenated along dim 0."""
         kind = self.types[value]
         shape = (kind.shape[0] * self.mesh.sizes[axis], *kind.shape[1:])
-        return self._collective(ALL_GATHER, (value, axis), TensorType(shape, kind.dtype))
+        return self._started(ALL_GATHER, (value, axis), TensorType(shape, kind.dtype))
 
     def reduce_scatter(self, value: Ref, axis: int, reduce: str = "sum") -> Ref:
         """The rank's piece of dim 0 of the joined value."""
         kind = self.types[value]
         shape = (kind.shape[0] // self.mesh.sizes[axis], *kind.shape[1:])
-        return self._collective(
-            REDUCE_SCATTER, (value, axis, reduce), TensorType(shape, kind.dtype)
-        )
+        return self._started(REDUCE_SCATTER, (value, axis, reduce), TensorType(shape, kind.dtype))
 
     def all_to_all(self, value: Ref, axis: int) -> Ref:
         """Piece j of dim 0 goes to coordinate j."""
-        return self._collective(ALL_TO_ALL, (value, axis), self.types[value])
+        return self._started(ALL_TO_ALL, (value, axis), self.types[value])
+
+    def to_host(self, value: Ref) -> Ref:
+        """The value in host memory."""
+        return self._started(TO_HOST, (value,), self.types[value])
+
+    def to_device(self, value: Ref) -> Ref:
+        """A value of host memory in device memory."""
+        return self._started(TO_DEVICE, (value,), self.types[value])
 
     def microbatch(self, rows: Ref, chunk: int, own: int) -> Ref:
         """This microbatch's rows of dim 1, ``own`` of them, of a value of the prologue."""
@@ -233,7 +241,7 @@ class Builder:
         out = TensorType(shape, kind.dtype)
         return self.call("aten.constant_pad_nd.default", (value, pads, 0), out)
 
-    def _collective(self, op: str, args: tuple[Arg, ...], out: TensorType) -> Ref:
+    def _started(self, op: str, args: tuple[Arg, ...], out: TensorType) -> Ref:
         started = self.call(op, args, out)
         return self.call(WAIT, (started,), out)
 

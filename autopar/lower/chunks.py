@@ -13,6 +13,7 @@ from autopar.cost.reshard import CollectiveSeconds
 from autopar.ir.graph import Graph, Ref
 from autopar.lower.overlap import overlap
 from autopar.lower.program import Message, Program, Section
+from autopar.lower.simulate import Prices
 from autopar.lower.spmd import Crossing, lower
 from autopar.lower.unroll import with_refs
 from autopar.plan.records import StagePlan
@@ -51,15 +52,21 @@ def lower_chunks(
     )
 
 
-def on_one_rank(graph: Graph, programs: Sequence[Program], chunks: Collection[int]) -> Program:
-    """The programs of a rank's chunks as one, its collectives spread over the compute.
+def on_one_rank(
+    graph: Graph,
+    programs: Sequence[Program],
+    chunks: Collection[int],
+    cost: Prices | None = None,
+) -> Program:
+    """The programs of a rank's chunks as one, its collectives and copies spread over the compute.
 
     Args:
         graph: The captured step.
         programs: As of `lower_chunks`.
         chunks: Their numbers.
+        cost: As of `overlap`.
     """
-    return overlap(programs[0] if len(programs) == 1 else _joined(graph, programs, chunks))
+    return overlap(programs[0] if len(programs) == 1 else _joined(graph, programs, chunks), cost)
 
 
 def _joined(graph: Graph, programs: Sequence[Program], chunks: Collection[int]) -> Program:

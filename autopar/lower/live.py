@@ -3,7 +3,8 @@
 Counted by storage: a view shares its operand's, a reshape that cannot be a view copies. An
 instruction's results are allocated before its operands are released; a value is released after its
 last reader, as FX's generated code does. A collective other than an all-reduce (which works on a
-copy) holds its operand until it is waited for.
+copy) holds its operand until it is waited for, and so does a copy to or from host memory. What is
+in host memory is counted apart.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.ir.graph import Phase, Ref, TensorType
-from autopar.lower.program import ALL_REDUCE, COLLECTIVES, WAIT, Program
+from autopar.lower.program import ALL_REDUCE, COLLECTIVES, COPIES, TO_HOST, WAIT, Program
 from autopar.lower.strides import Strides, dense, result_strides, view_strides
 
 
@@ -29,6 +30,7 @@ class Storages:
         made: Instruction that makes each of them.
         last: Instruction after which it is released; the number of instructions for results.
         copies: Names of the reshapes that copy.
+        on_host: The storages in host memory.
     """
 
     owner: Mapping[Ref, Ref]
@@ -36,6 +38,7 @@ class Storages:
     made: Mapping[Ref, int]
     last: Mapping[Ref, int]
     copies: frozenset[str]
+    on_host: frozenset[Ref]
 
 
 def storages(program: Program) -> Storages:
@@ -51,7 +54,12 @@ def storages(program: Program) -> Storages:
         made=walk.made,
         last=walk.last,
         copies=frozenset(walk.copies),
+        on_host=frozenset(walk.on_host),
     )
+
+
+HOLDING = (COLLECTIVES | COPIES) - {ALL_REDUCE}
+"""Ops that hold their operand until they are waited for."""
 
 
 class _Walk:
@@ -67,6 +75,7 @@ class _Walk:
         self.last: dict[Ref, int] = {}
         self.sent: dict[str, Ref] = {}
         self.copies: set[str] = set()
+        self.on_host: set[Ref] = set()
         for item in program.inputs:
             ref = Ref(item.name)
             self.owner[ref] = ref
@@ -78,7 +87,7 @@ class _Walk:
         operands = instruction.operands
         for ref in operands:
             self.last[self.owner[ref]] = at
-        if instruction.op in COLLECTIVES and instruction.op != ALL_REDUCE:
+        if instruction.op in HOLDING:
             self.sent[instruction.name] = self.owner[operands[0]]
         elif instruction.op == WAIT:
             held = self.sent.get(operands[0].node)
@@ -101,33 +110,42 @@ class _Walk:
             self.owner[ref] = ref
             self.num_bytes[ref] = kind.num_bytes
             self.made[ref] = self.last[ref] = at
+            if instruction.op == TO_HOST:
+                self.on_host.add(ref)
         if strides is None:
             read = [(self.types[ref].shape, self.strides[ref]) for ref in operands]
             for index, found in enumerate(result_strides(instruction, read)):
                 self.strides[Ref(instruction.name, index)] = found
 
 
+DEVICE, SAVED, GRADIENTS, HOST = range(4)
+"""What `byte_changes` and `live_bytes` tell apart: all that the device holds, of it what was made
+in the forward for the backward and finished gradients, and what the host holds."""
+
+
 def byte_changes(program: Program, memory: Storages) -> NDArray[np.int64]:
     """Bytes that each instruction makes, and that are released behind it.
 
-    Shape [instructions, 2, 3]: made and released; all storages, those made in the forward for the
-    backward, and finished gradients.
+    Shape [instructions, 2, 4]: made and released; `DEVICE` and so on.
     """
     count = len(program.instructions)
     finished = {memory.owner[ref] for ref in program.gradients.values()}
     late = [i.phase is Phase.BACKWARD for i in program.instructions]
     late.append(True)
-    found = np.zeros((count + 1, 2, 3), dtype=np.int64)
+    found = np.zeros((count + 1, 2, 4), dtype=np.int64)
     sizes = np.fromiter(memory.num_bytes.values(), dtype=np.int64)
     made = [memory.made[ref] for ref in memory.num_bytes]
     last = [memory.last[ref] for ref in memory.num_bytes]
     kinds = [
-        2 if ref in finished else int(late[until] and not late[since])
+        GRADIENTS if ref in finished else SAVED if late[until] and not late[since] else DEVICE
         for ref, since, until in zip(memory.num_bytes, made, last, strict=True)
     ]
+    away = np.fromiter((ref in memory.on_host for ref in memory.num_bytes), dtype=bool)
     for at, places in enumerate((made, last)):
-        np.add.at(found[:, at, 0], places, sizes)
-        own = np.where(np.asarray(kinds) > 0, sizes, 0)
+        np.add.at(found[:, at, HOST], places, np.where(away, sizes, 0))
+        here = np.where(away, 0, sizes)
+        np.add.at(found[:, at, DEVICE], places, here)
+        own = np.where(np.asarray(kinds) == DEVICE, 0, here)
         np.add.at(found[:, at], (places, kinds), own)
     return found[:count]
 
@@ -139,7 +157,7 @@ def live_bytes(changes: NDArray[np.int64]) -> NDArray[np.int64]:
         changes: As of `byte_changes`, in the order in which instructions run.
 
     Returns:
-        Shape [instructions, 3]: the kinds of `byte_changes`.
+        Shape [instructions, 4]: the kinds of `byte_changes`.
     """
     total = changes.cumsum(axis=0)
     released = np.roll(total[:, 1], 1, axis=0)

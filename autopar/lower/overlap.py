@@ -5,7 +5,7 @@ a gradient so runs beside the backward that follows; it is waited for when `IN_F
 are issued, and what it reads is free. A gather of a parameter starts one gather ahead of its use,
 so at most one gathered copy waits. Ranks with uneven pieces differ in what they read and copy; the
 order of collectives changes alike on all of them, since a gather moves behind another collective
-that is told by the node it is for.
+that is told by the node it is for. Copies to host memory and back are placed last, by `copies`.
 """
 
 from __future__ import annotations
@@ -15,16 +15,26 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from autopar.ir.graph import Phase, Ref
+from autopar.lower.copies import spread_copies
 from autopar.lower.program import ALL_GATHER, COLLECTIVES, WAIT, Instruction, Program, Section
+from autopar.lower.simulate import Prices, seconds_of
 
 IN_FLIGHT = 2
 """Reductions of gradients that run at once; each holds the gradient that it reduces."""
 
 
-def overlap(program: Program) -> Program:
-    """The program with its collectives spread over the compute beside them."""
+def overlap(program: Program, cost: Prices | None = None) -> Program:
+    """The program with its collectives and copies spread over the compute beside them.
+
+    Args:
+        program: Of one rank.
+        cost: What its parts take; without it no compute runs beside copies.
+    """
     sunk = _sink_waits(program.instructions)
-    return replace(program, instructions=tuple(_gather_ahead(sunk)))
+    found = replace(program, instructions=tuple(_gather_ahead(sunk)))
+    if not found.copies:
+        return found
+    return spread_copies(found, {} if cost is None else seconds_of(found, cost))
 
 
 def _sink_waits(instructions: Sequence[Instruction]) -> list[Instruction]:

@@ -12,6 +12,8 @@ op                          args                     result
 ``autopar.all_to_all``      value, axis              same shape; dim 0 is n equal pieces, piece j
                                                      goes to coordinate j, received in rank order
 ``autopar.wait``            value                    same; the result may be read from here on
+``autopar.to_host``         value                    the same in host memory
+``autopar.to_device``       value in host memory     the same in device memory
 ==========================  =======================  ============================================
 
 A program of several microbatches, or of a pipeline, has sections (`Section`): the loop ones run
@@ -22,8 +24,8 @@ Two more ops join them: ``autopar.microbatch`` (value, chunk) reads rows ``m * c
 reduce), in the epilogue, joins what the loop made of the value in every microbatch. The argument
 `MICROBATCH_NUMBER` of a random op is the number of the microbatch that runs.
 
-``axis`` is the index of a mesh axis; sizes are equal on all ranks (lowering pads). The result of
-the first four may be read only behind its ``autopar.wait``.
+``axis`` is the index of a mesh axis; sizes are equal on all ranks (lowering pads). The result of a
+collective or a copy may be read only behind its ``autopar.wait``.
 """
 
 from __future__ import annotations
@@ -45,7 +47,10 @@ ALL_TO_ALL = "autopar.all_to_all"
 WAIT = "autopar.wait"
 MICROBATCH = "autopar.microbatch"
 ACCUMULATE = "autopar.accumulate"
+TO_HOST = "autopar.to_host"
+TO_DEVICE = "autopar.to_device"
 COLLECTIVES = frozenset({ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL})
+COPIES = frozenset({TO_HOST, TO_DEVICE})
 
 
 class Section(StrEnum):
@@ -193,6 +198,11 @@ class Program:
     @cached_property
     def collectives(self) -> tuple[Instruction, ...]:
         return tuple(i for i in self.instructions if i.op in COLLECTIVES)
+
+    @cached_property
+    def copies(self) -> tuple[Instruction, ...]:
+        """What goes to host memory and back, in order."""
+        return tuple(i for i in self.instructions if i.op in COPIES)
 
     def action_hash(self) -> str:
         """Hash of the collectives in order; equal on all ranks or the step would hang.

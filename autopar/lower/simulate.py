@@ -1,9 +1,10 @@
 """The program without tensors: its seconds and its live bytes.
 
-One clock for compute, one for the collectives of each mesh axis, one for the host that issues ops.
-A kernel starts when the one before it is done and the host has issued it; a collective starts when
-what it reads is ready and its axis is free; compute stops at a wait until it is done. While compute
-and a collective share the device, both are slowed. What a program takes is then exactly
+One clock for compute, one for the collectives of each mesh axis, one for copies to host memory and
+one for copies back, one for the host that issues ops. A kernel starts when the one before it is
+done and the host has issued it; a collective or a copy starts when what it reads is ready and its
+axis or direction is free; compute stops at a wait until it is done. What shares the device is
+slowed. What a program takes is then exactly
 
     seconds = compute + slowed + exposed + host
 
@@ -12,6 +13,7 @@ with every second of the compute stream in one of the four.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,27 +26,43 @@ from numpy.typing import NDArray
 from autopar.cost.kernel import KernelSeconds, is_causal, kernel_seconds
 from autopar.cost.reshard import CollectiveSeconds
 from autopar.ir.graph import Phase, Ref, TensorType
-from autopar.lower.live import Storages, byte_changes, live_bytes, storages
+from autopar.lower.live import (
+    DEVICE,
+    GRADIENTS,
+    HOST,
+    SAVED,
+    Storages,
+    byte_changes,
+    live_bytes,
+    storages,
+)
 from autopar.lower.program import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
     COLLECTIVES,
+    COPIES,
     REDUCE_SCATTER,
+    TO_DEVICE,
+    TO_HOST,
     WAIT,
     Instruction,
     Program,
 )
 from autopar.lower.stretch import ONCE, Repeats, Turns, in_turn, stretched, weights
 from cost_models.cluster import Device
-from cost_models.overlap import Slowdown, compute_collective
+from cost_models.overlap import NO_SLOWDOWN, Slowdown, compute_collective, compute_copy
 
 _KINDS = {
+    TO_HOST: "to_host",
+    TO_DEVICE: "to_device",
     ALL_REDUCE: "all_reduce",
     ALL_GATHER: "all_gather",
     REDUCE_SCATTER: "reduce_scatter",
     ALL_TO_ALL: "all_to_all",
 }
+_LINKS = {TO_HOST: -1, TO_DEVICE: -2}
+"""What copies have for an axis: the two directions of the host link."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +75,8 @@ class Prices:
         slowdown: Of compute and a collective that share the device.
         host_op_s: Seconds of the host to issue one op.
         host_view_s: Seconds of the host to make a view, where that is no less than an op.
+        host_link_bytes_per_s: Of copies to host memory and of copies back, each.
+        copy_slowdown: Of compute and a copy that share the device.
     """
 
     kernel_s: KernelSeconds
@@ -64,6 +84,8 @@ class Prices:
     slowdown: Slowdown
     host_op_s: float
     host_view_s: float = 0.0
+    host_link_bytes_per_s: float = math.inf
+    copy_slowdown: Slowdown = NO_SLOWDOWN
 
 
 def prices(device: Device, collective_s: CollectiveSeconds) -> Prices:
@@ -73,12 +95,14 @@ def prices(device: Device, collective_s: CollectiveSeconds) -> Prices:
         collective_s=collective_s,
         slowdown=compute_collective(device.kind),
         host_op_s=device.host_op_s,
+        host_link_bytes_per_s=device.host_link_bytes_per_s,
+        copy_slowdown=compute_copy(device.kind),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveUse:
-    """Collectives of one kind, axis and purpose in a program."""
+    """Collectives of one kind, axis and purpose in a program, or copies of one direction."""
 
     kind: str
     axis: int
@@ -97,23 +121,29 @@ class Simulation:
         forward_s: From its first instruction to the first of the backward.
         compute_s: Of its kernels, alone on the device.
         communication_s: Of its collectives, alone on the device.
+        copy_s: Of its copies to host memory and back, alone on the device.
         exposed_s: Compute idle in waits and at the end.
-        slowed_s: Added to kernels by collectives beside them.
+        copy_exposed_s: The part of it that copies cause.
+        slowed_s: Added to kernels by collectives and copies beside them.
         host_s: Compute idle because the host has not issued the next op yet.
         num_launched: Kernels and collectives issued.
         peak_bytes: Most bytes live at once, without what enters the program.
         peak_at: Turn of the instruction at the peak.
         saved_bytes: At the peak, bytes made in the forward that the backward reads.
         gradient_bytes: At the peak, bytes of finished gradients.
+        host_bytes: Most bytes in host memory at once.
         input_bytes: Bytes that enter, by kind.
         collectives: What is communicated.
+        copies: What is copied to host memory and back.
     """
 
     seconds: float
     forward_s: float
     compute_s: float
     communication_s: float
+    copy_s: float
     exposed_s: float
+    copy_exposed_s: float
     slowed_s: float
     host_s: float
     num_launched: int
@@ -121,8 +151,10 @@ class Simulation:
     peak_at: int
     saved_bytes: int
     gradient_bytes: int
+    host_bytes: int
     input_bytes: Mapping[str, int]
     collectives: tuple[CollectiveUse, ...]
+    copies: tuple[CollectiveUse, ...]
 
 
 def simulate(program: Program, cost: Prices, repeats: Repeats = ONCE) -> Simulation:
@@ -147,8 +179,8 @@ def simulate(program: Program, cost: Prices, repeats: Repeats = ONCE) -> Simulat
     clock = _Clock(cost)
     forward_s = clock.run(steps, turns)
     live = live_bytes(changes[turns.order])
-    peak_at = int(np.argmax(live[:, 0])) if len(live) else 0
-    peak, saved, gradients = live[peak_at].tolist() if len(live) else (0, 0, 0)
+    peak_at = int(np.argmax(live[:, DEVICE])) if len(live) else 0
+    at_peak = live[peak_at].tolist() if len(live) else (0, 0, 0, 0)
     entered: Counter[str] = Counter()
     for item, often in weights(program, repeats):
         entered[item.kind] += often * item.local_type.num_bytes
@@ -157,21 +189,38 @@ def simulate(program: Program, cost: Prices, repeats: Repeats = ONCE) -> Simulat
         forward_s=forward_s,
         compute_s=clock.compute_s,
         communication_s=clock.communication_s,
+        copy_s=clock.copy_s,
         exposed_s=clock.exposed_s,
+        copy_exposed_s=clock.copy_exposed_s,
         slowed_s=clock.slowed_s,
         host_s=clock.host_s,
         num_launched=clock.num_launched,
-        peak_bytes=peak,
+        peak_bytes=at_peak[DEVICE],
         peak_at=peak_at,
-        saved_bytes=saved,
-        gradient_bytes=gradients,
+        saved_bytes=at_peak[SAVED],
+        gradient_bytes=at_peak[GRADIENTS],
+        host_bytes=int(live[:, HOST].max(initial=0)),
         input_bytes=dict(entered),
         collectives=clock.uses(),
+        copies=clock.uses(copies=True),
     )
 
 
+def seconds_of(program: Program, cost: Prices) -> Mapping[str, float]:
+    """Seconds of every kernel and every copy by name, each alone on its clock.
+
+    A kernel takes no less than the host takes to issue it.
+    """
+    steps = _steps(program, cost, storages(program))
+    return {
+        instruction.name: max(step.seconds, cost.host_op_s if step.do is _Do.KERNEL else 0.0)
+        for instruction, step in zip(program.instructions, steps, strict=True)
+        if step.do is _Do.KERNEL or (step.do is _Do.START and step.axis < 0)
+    }
+
+
 def _rows(changes: NDArray[np.int64]) -> list[tuple[int, ...]]:
-    return list(map(tuple, changes.reshape(len(changes), 6).tolist()))
+    return list(map(tuple, changes.reshape(len(changes), -1).tolist()))
 
 
 class _Do(Enum):
@@ -190,9 +239,9 @@ class _Step(NamedTuple):
         do: What it means.
         phase: Forward or backward.
         seconds: Of the kernel or the collective, alone on the device.
-        axis: Of the collective.
-        use: Kind, axis and purpose of the collective.
-        num_bytes: Of the full tensor of the collective.
+        axis: Of the collective, or the direction of the copy.
+        use: Kind, axis and purpose of the collective or copy.
+        num_bytes: Of the full tensor of the collective, or of the copy.
         start: Index of the instruction; of a wait, that of what it waits for.
     """
 
@@ -224,6 +273,11 @@ def _steps(program: Program, cost: Prices, memory: Storages) -> list[_Step]:
         do, seconds, axis, use, num_bytes, start = _Do.VIEW, 0.0, 0, _NO_USE, 0, at
         if instruction.op == WAIT:
             do, start = _Do.WAIT, place[instruction.operands[0].node]
+        elif instruction.op in COPIES:
+            do, axis = _Do.START, _LINKS[instruction.op]
+            num_bytes = instruction.outputs[0].num_bytes
+            use = (_KINDS[instruction.op], axis, instruction.purpose)
+            seconds = num_bytes / cost.host_link_bytes_per_s
         elif instruction.op in COLLECTIVES:
             do, axis = _Do.START, _axis(instruction)
             size = types[instruction.operands[0]].num_bytes
@@ -251,7 +305,7 @@ def _axis(instruction: Instruction) -> int:
 
 @dataclass(slots=True)
 class _Running:
-    """A collective that was issued: the number of its turn and the seconds of it that are left."""
+    """What was issued: the number of its turn and the seconds of it that are left."""
 
     pair: int
     left_s: float
@@ -265,6 +319,7 @@ class _Clock:
         self.now = self.issued_s = 0.0
         self.compute_s = self.communication_s = 0.0
         self.exposed_s = self.slowed_s = self.host_s = 0.0
+        self.copy_s = self.copy_exposed_s = 0.0
         self.num_launched = 0
         self._queues: dict[int, deque[_Running]] = {}
         self._pending: dict[int, int] = {}
@@ -302,21 +357,30 @@ class _Clock:
 
     def _compute(self, seconds: float) -> None:
         self.compute_s += seconds
-        slow = self.cost.slowdown
         left = seconds
         while left > 0 and self._pending:
-            shortest = min(queue[0].left_s for queue in self._queues.values() if queue)
-            step = min(left * slow.first, shortest * slow.second)
+            slow = {axis: self._slowdown(axis) for axis, queue in self._queues.items() if queue}
+            factor = max(beside.first for beside in slow.values())
+            ends = (self._queues[axis][0].left_s * s.second for axis, s in slow.items())
+            step = min(left * factor, *ends)
             self.now += step
-            self.slowed_s += step - step / slow.first
-            self._advance(step / slow.second)
-            left -= step / slow.first
+            self.slowed_s += step - step / factor
+            for axis, beside in slow.items():
+                self._advance(self._queues[axis], step / beside.second)
+            left -= step / factor
             if left <= seconds * 1e-12:
                 left = 0.0
         self.now += left
 
+    def _slowdown(self, axis: int) -> Slowdown:
+        """Of compute and what runs on an axis or a direction of the host link."""
+        return self.cost.slowdown if axis >= 0 else self.cost.copy_slowdown
+
     def _start(self, step: _Step, pair: int) -> None:
-        self.communication_s += step.seconds
+        if step.axis >= 0:
+            self.communication_s += step.seconds
+        else:
+            self.copy_s += step.seconds
         use = self._uses.setdefault(step.use, [0, 0, 0.0])
         use[0] += 1
         use[1] += step.num_bytes
@@ -330,25 +394,29 @@ class _Clock:
             queue = self._queues[self._pending[pair]]
             step = queue[0].left_s
             self.exposed_s += step
+            if self._pending[pair] < 0:
+                self.copy_exposed_s += step
             self._pass(step)
 
     def _pass(self, seconds: float) -> None:
         """Time without compute."""
         self.now += seconds
-        self._advance(seconds)
-
-    def _advance(self, seconds: float) -> None:
-        """Every axis works on its collectives for so many seconds of theirs."""
         for queue in self._queues.values():
-            left = seconds
-            while queue and left >= queue[0].left_s - 1e-15:
-                left -= queue[0].left_s
-                del self._pending[queue.popleft().pair]
-            if queue and left > 0:
-                queue[0].left_s -= left
+            self._advance(queue, seconds)
 
-    def uses(self) -> tuple[CollectiveUse, ...]:
+    def _advance(self, queue: deque[_Running], seconds: float) -> None:
+        """An axis works on its collectives for so many seconds of theirs."""
+        left = seconds
+        while queue and left >= queue[0].left_s - 1e-15:
+            left -= queue[0].left_s
+            del self._pending[queue.popleft().pair]
+        if queue and left > 0:
+            queue[0].left_s -= left
+
+    def uses(self, *, copies: bool = False) -> tuple[CollectiveUse, ...]:
+        """Collectives, or copies, by kind."""
         return tuple(
             CollectiveUse(kind, axis, purpose, int(count), int(size), seconds)
             for (kind, axis, purpose), (count, size, seconds) in sorted(self._uses.items())
+            if (axis < 0) == copies
         )

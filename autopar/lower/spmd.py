@@ -4,7 +4,8 @@ Nodes are lowered in order. Each operand is brought from the shardings in which 
 one its node needs, by the cheapest steps; what was made so is there for later needs of the same
 phase. From the forward into the backward a value lives only in the shardings the plan keeps. What
 the plan recomputes does not live on at all: its nodes run again before the first backward node that
-needs them, in the order of the graph, from what is kept.
+needs them, in the order of the graph, from what is kept. What it offloads is copied to host memory
+at the end of the forward, and back before the first backward node that needs it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from autopar.ir.graph import (
 from autopar.ir.sharding import WHOLE, Mesh, Partial, Sharding, local_shape, whole
 from autopar.lower.builder import Builder
 from autopar.lower.pieces import Side, sent_parts, taken_parts
-from autopar.lower.program import LOOP, Message, Program, ProgramInput, Section
+from autopar.lower.program import LOOP, Instruction, Message, Program, ProgramInput, Section
 from autopar.lower.reshard import emit_step
 from autopar.plan.records import NodePlan, StagePlan, Transfer
 from autopar.rules.local import LocalOp
@@ -139,9 +140,12 @@ class _Lowering:
     behind: dict[str, None] = field(default_factory=dict)
     recomputed: frozenset[str] = field(init=False)
     remade: set[str] = field(default_factory=set)
+    offloaded: frozenset[str] = field(init=False)
+    on_host: dict[Ref, dict[Sharding, Ref]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.recomputed = frozenset(self.stage.recomputed) & self.plans.keys()
+        self.offloaded = frozenset(self.stage.offloaded)
 
     def run(self) -> Program:
         gradients = gradient_values(self.graph, self.aliases)
@@ -196,7 +200,7 @@ class _Lowering:
             mesh=space,
             coordinates=self.build.coordinates[:num_axes],
             inputs=tuple(self.inputs),
-            instructions=self.build.instructions,
+            instructions=self._instructions(),
             loss=loss,
             aux=aux,
             gradients={n: self.gradients[n] for n in self.graph.gradients if n in self.gradients},
@@ -206,6 +210,12 @@ class _Lowering:
             microbatches=self.stage.mesh.microbatches,
             microbatch=0 if self.time is None else self.build.coordinates[self.time],
         )
+
+    def _instructions(self) -> tuple[Instruction, ...]:
+        """What was lowered, without copies to the host that nothing here brings back."""
+        idle = {ref.node for refs in self.on_host.values() for ref in refs.values()}
+        idle |= {i.operands[0].node for i in self.build.instructions if idle and i.name in idle}
+        return tuple(i for i in self.build.instructions if i.name not in idle)
 
     def _waited_for_by_none(self) -> frozenset[str]:
         """Backward nodes that nothing sent to other chunks depends on, where they run apart."""
@@ -345,14 +355,31 @@ class _Lowering:
         return Section.BACKWARD if made is Section.FORWARD and against else made
 
     def _keep(self) -> None:
-        """At the end of the forward: bring values that cross into the sharding they are kept in."""
+        """At the end of the forward: bring values that cross into the sharding they are kept in.
+
+        What is offloaded goes to the host in it.
+        """
         for root, places in tuple(self.there.items()):
             if self._is_recomputed(root):
                 continue
+            away = self._is_offloaded(root)
             for sharding in self.stage.kept.get(str(root), ()):
                 if (Section.PROLOGUE, sharding) not in places:
                     self._enter(root.node, Section.FORWARD)
-                    self._reshard(root, sharding, Section.FORWARD)
+                    _, ref = self._reshard(root, sharding, Section.FORWARD)
+                    if away:
+                        self._enter(root.node, Section.FORWARD)
+                        self.build.purpose = "activations"
+                        self.on_host.setdefault(root, {})[sharding] = self.build.to_host(ref)
+
+    def _fetch(self, root: Ref, section: Section) -> None:
+        """Bring what is kept of a value back from the host, once."""
+        before = self.build.origin, self.build.section, self.build.purpose
+        self._enter(root.node, section)
+        self.build.purpose = "activations"
+        for sharding, ref in self.on_host.pop(root, {}).items():
+            self.there[root][section, sharding] = self.build.to_device(ref)
+        self.build.origin, self.build.section, self.build.purpose = before
 
     @property
     def time(self) -> int | None:
@@ -394,7 +421,8 @@ class _Lowering:
     def _visible(self, root: Ref, section: Section) -> dict[Sharding, tuple[Section, Ref]]:
         """Where a value is when an instruction of ``section`` runs."""
         found: dict[Sharding, tuple[Section, Ref]] = {}
-        kept = () if self._is_recomputed(root) else self.stage.kept.get(str(root))
+        gone = self._is_recomputed(root) or self._is_offloaded(root)
+        kept = () if gone else self.stage.kept.get(str(root))
         for (made, sharding), ref in self.there[root].items():
             kept_here = made is Section.FORWARD and (kept is None or sharding in kept)
             late = section in BACKWARDS and (kept_here or made is Section.BACKWARD)
@@ -429,6 +457,14 @@ class _Lowering:
     def _is_recomputed(self, root: Ref) -> bool:
         """Whether the backward finds a value only by running its node again."""
         return root.node in self.recomputed and self._made_in(root) is Section.FORWARD
+
+    def _is_offloaded(self, root: Ref) -> bool:
+        """Whether the backward finds a value in host memory."""
+        return (
+            str(root) in self.offloaded
+            and not self._is_recomputed(root)
+            and self._made_in(root) is Section.FORWARD
+        )
 
     def _recompute(self, root: Ref, section: Section) -> None:
         """Run the node of a value again, behind those that it reads and that are not kept."""
@@ -576,6 +612,8 @@ class _Lowering:
         """Section and piece of a value under a sharding, as seen from a section."""
         if section in BACKWARDS and self._is_recomputed(root):
             self._recompute(root, section)
+        elif section in BACKWARDS and self._is_offloaded(root):
+            self._fetch(root, section)
         visible = self._visible(root, section)
         if sharding in visible:
             return visible[sharding]

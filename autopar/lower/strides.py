@@ -13,7 +13,7 @@ from itertools import accumulate
 from operator import mul
 
 from autopar.ir.graph import Const
-from autopar.lower.program import Instruction
+from autopar.lower.program import COPIES, WAIT, Instruction
 from autopar.rules import pointwise
 
 Strides = tuple[int, ...]
@@ -182,6 +182,7 @@ _VIEWS: Mapping[str, ViewStrides] = {
     "aten.split_with_sizes.default": _same,
     "aten.alias.default": _same,
     "aten.detach.default": _same,
+    WAIT: _same,
 }
 """Views with a rule of their own; a result of any other is taken to be dense."""
 
@@ -223,6 +224,8 @@ def result_strides(
     """
     if instruction.op in _ATTENTION:
         return _attention_strides(instruction, operands)
+    if instruction.op in COPIES:
+        return [ordered_like(kind.shape, operands) for kind in instruction.outputs]
     layout = dict(instruction.kwargs).get("memory_format")
     asked = isinstance(layout, Const) and layout.value in _DENSE_FORMATS
     if instruction.op in pointwise.RULES and not asked:

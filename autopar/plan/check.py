@@ -56,6 +56,7 @@ def check(
         _check_nodes(stage, graph, views)
         _check_kept(stage, graph)
         _check_recomputed(stage, graph)
+        _check_offloaded(stage, graph)
         _check_follows(stage, graph, follows)
     _check_complete(plan, graph, views)
     _check_transfers(plan, graph)
@@ -242,6 +243,17 @@ def _check_recomputed(stage: StagePlan, graph: Graph) -> None:
             raise _edited(f"it recomputes node {name!r}, which does not run there")
         if graph.by_name[name].phase is not Phase.FORWARD:
             raise _edited(f"it recomputes node {name!r}, which runs in the backward")
+
+
+def _check_offloaded(stage: StagePlan, graph: Graph) -> None:
+    for name in stage.offloaded:
+        node = graph.by_name.get(name.partition(":")[0])
+        if node is None or name not in stage.kept:
+            raise _edited(f"it offloads value {name!r}, which it does not keep")
+        if node.op in SOURCE_OPS or node.phase is not Phase.FORWARD:
+            raise _edited(f"it offloads value {name!r}, which the forward does not make")
+        if node.name in stage.recomputed:
+            raise _edited(f"it offloads value {name!r}, which it recomputes as well")
 
 
 def _check_follows(stage: StagePlan, graph: Graph, follows: Follows | None) -> None:

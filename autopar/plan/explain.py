@@ -23,8 +23,8 @@ from autopar.plan.text import (
     mesh_text,
     op_of,
     place_text,
-    recompute_table,
     render,
+    saving_tables,
     section,
     table,
 )
@@ -74,9 +74,7 @@ def explain_view(plan: Plan, module: str = "") -> RenderableType:
             if rows:
                 parts.append(section(title, [_filled(columns, rows)]))
                 cells += [cell for row in rows for cell in row.meaning[1:]]
-        again = recompute_table(plan, stage, roots)
-        if again.row_count:
-            parts.append(section("recomputed in the backward", [again]))
+        parts += [section(w, [made]) for w, made in saving_tables(plan, stage, roots).items()]
     parts += [legend(cells), *_communication(plan, roots)]
     return Group(*parts)
 

@@ -71,8 +71,46 @@ class CollectivePlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CopyPlan:
+    """Copies between device and host memory of one direction, summed over a step on one rank.
+
+    Attributes:
+        kind: ``to_host`` or ``to_device``.
+        purpose: ``activations``.
+        count: Copies a step.
+        num_bytes: Of all of them.
+        predicted_s: Predicted seconds on the link, before overlap.
+    """
+
+    kind: str
+    purpose: str
+    count: int
+    num_bytes: int
+    predicted_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saving:
+    """What recomputing a node, or offloading a value, saves and costs on one rank.
+
+    Attributes:
+        name: Node, or value as text.
+        saved_bytes: What the device does not hold between forward and backward, of one microbatch.
+        seconds: Of running the node again, or of the copies out and back, a step; before overlap.
+    """
+
+    name: str
+    saved_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes on the rank that holds most, at the peak of the step, by kind."""
+    """Bytes on the rank that holds most, at the peak of the step, by kind.
+
+    Attributes:
+        host_bytes: Most bytes in host memory at once, no part of ``total_bytes``.
+    """
 
     parameters_bytes: int = 0
     gradients_bytes: int = 0
@@ -81,6 +119,7 @@ class Memory:
     transient_bytes: int = 0
     inputs_bytes: int = 0
     buffers_bytes: int = 0
+    host_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -103,10 +142,13 @@ class Prediction:
         step_s: Seconds of a training step.
         compute_s: Seconds of compute on one rank.
         communication_s: Seconds of collectives on one rank, hidden ones included.
-        exposed_s: Seconds of collectives that nothing hides.
+        exposed_s: Seconds of collectives and copies that nothing hides.
+        copy_exposed_s: The part of it that copies to host memory and back cause.
         optimizer_s: Seconds of the optimizer update.
         memory: Bytes by kind at the peak.
         collectives: What is communicated.
+        copies: What is copied between device and host memory.
+        savings: Of every node that runs again and every value that is offloaded.
     """
 
     step_s: float
@@ -116,6 +158,9 @@ class Prediction:
     optimizer_s: float
     memory: Memory
     collectives: tuple[CollectivePlan, ...] = ()
+    copies: tuple[CopyPlan, ...] = ()
+    copy_exposed_s: float = 0.0
+    savings: tuple[Saving, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +232,7 @@ class StagePlan:
         kept: Value (as text) to the shardings in which it is kept from forward to backward.
         recomputed: Forward nodes that run again in the backward instead of having their results
             kept.
+        offloaded: Of what is kept, the values (as text) that wait for the backward in host memory.
     """
 
     mesh: Mesh
@@ -196,6 +242,7 @@ class StagePlan:
     nodes: tuple[NodePlan, ...]
     kept: Mapping[str, tuple[Sharding, ...]]
     recomputed: tuple[str, ...] = ()
+    offloaded: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -197,30 +197,54 @@ def _stage(plan: Plan, stage: StagePlan, number: int) -> Iterator[RenderableType
         add_grouped(made, values)
         yield section(f"values{title}", [made])
     yield legend(cell for one in parameters + values for cell in one.meaning[1:])
-    if stage.recomputed:
-        yield section(f"recomputed in the backward{title}", [recompute_table(plan, stage)])
+    for what, made in saving_tables(plan, stage).items():
+        yield section(f"{what}{title}", [made])
 
 
-def recompute_table(plan: Plan, stage: StagePlan, roots: Sequence[str] = ()) -> Table:
-    """What runs again, by module: ``mul x3, silu``."""
-    made = table("module", "ops that run again")
-    add_grouped(made, fold_names(recomputed_ops(plan, stage, roots).items()))
-    return made
+RECOMPUTED, OFFLOADED = "recomputed in the backward", "offloaded to host memory"
 
 
-def recomputed_ops(
-    plan: Plan, stage: StagePlan, roots: Sequence[str] = ()
-) -> Mapping[str, tuple[str]]:
-    """Module to the ops in it that run again, of modules below one of the roots."""
-    ops: dict[str, list[str]] = {}
-    for name in stage.recomputed:
-        module = plan.modules.get(name, "") or "(model)"
+def saving_tables(plan: Plan, stage: StagePlan, roots: Sequence[str] = ()) -> Mapping[str, Table]:
+    """What runs again and what is offloaded, by module below one of the roots; no empty table."""
+    found = {}
+    for what, names, title, cost in (
+        (RECOMPUTED, stage.recomputed, "ops that run again", "takes a step"),
+        (OFFLOADED, stage.offloaded, "made by", "copied in a step"),
+    ):
+        rows = fold_names(savings_by_module(plan, names, roots).items())
+        if rows:
+            made = table("module", title, "saves a rank", cost, right=("saves a rank", cost))
+            add_grouped(made, rows)
+            found[what] = made
+    return found
+
+
+def savings_by_module(
+    plan: Plan, names: Sequence[str], roots: Sequence[str] = ()
+) -> Mapping[str, tuple[str, ...]]:
+    """Module to its ops among nodes or values (``mul x3, silu``), what they save and what it costs.
+
+    Args:
+        plan: The plan.
+        names: Nodes, or values as text.
+        roots: Modules below which they are looked for; everywhere if there are none.
+    """
+    by_name = {saving.name: saving for saving in plan.prediction.savings}
+    found: dict[str, list[str]] = {}
+    for name in names:
+        module = plan.modules.get(name.partition(":")[0], "") or "(model)"
         if not roots or any(module == r or module.startswith(f"{r}.") for r in roots):
-            ops.setdefault(module, []).append(op_of(name))
-    return {
-        module: (", ".join(f"{op} x{n}" if n > 1 else op for op, n in Counter(names).items()),)
-        for module, names in ops.items()
-    }
+            found.setdefault(module, []).append(name)
+    rows: dict[str, tuple[str, ...]] = {}
+    for module, own in found.items():
+        counts = Counter(op_of(name.partition(":")[0]) for name in own)
+        known = [by_name[name] for name in own if name in by_name]
+        rows[module] = (
+            ", ".join(f"{op} x{n}" if n > 1 else op for op, n in counts.items()),
+            bytes_text(sum(saving.saved_bytes for saving in known)) if known else "",
+            seconds_text(sum(saving.seconds for saving in known)) if known else "",
+        )
+    return rows
 
 
 def place_text(plan: Plan, number: int) -> str:
@@ -355,6 +379,8 @@ def _memory(plan: Plan) -> RenderableType:
     for kind, size in kinds.items():
         if size:
             add_row(made, kind, bytes_text(size), bar(size, max(kinds.values())))
+    if plan.prediction.memory.host_bytes:
+        add_row(made, "host memory", bytes_text(plan.prediction.memory.host_bytes), "")
     share = f" ({percent_text(total / limit)})" if limit else ""
     title = f"memory a rank: {bytes_text(total)} of {bytes_text(limit)}{share}"
     return section(title, [made])
@@ -362,12 +388,14 @@ def _memory(plan: Plan) -> RenderableType:
 
 def _time(plan: Plan) -> RenderableType:
     found = plan.prediction
-    hidden = max(0.0, found.communication_s - found.exposed_s)
+    hidden = max(0.0, found.communication_s - (found.exposed_s - found.copy_exposed_s))
     kinds = {
         "compute": found.compute_s,
-        "communication": found.exposed_s,
+        "communication": found.exposed_s - found.copy_exposed_s,
         "optimizer": found.optimizer_s,
     }
+    if found.copies:
+        kinds["host copies"] = found.copy_exposed_s
     made = Table.grid(padding=(0, 2, 0, 0))
     made.add_column()
     made.add_column(justify="right")
@@ -375,6 +403,9 @@ def _time(plan: Plan) -> RenderableType:
         add_row(made, kind, seconds_text(seconds), bar(seconds, max(kinds.values())))
     if hidden:
         add_row(made, "hidden communication", seconds_text(hidden), "")
+    copied = sum(copy.predicted_s for copy in found.copies) - found.copy_exposed_s
+    if copied > 0:
+        add_row(made, "hidden host copies", seconds_text(copied), "")
     return section(f"predicted step: {seconds_text(found.step_s)}", [made])
 
 

@@ -27,15 +27,18 @@ from autopar.lower.unroll import in_order, unroll
 from autopar.options import ADAMW, OptimizerSpec
 from autopar.plan.records import (
     CollectivePlan,
+    CopyPlan,
     Memory,
     Plan,
     Prediction,
+    Saving,
     SearchReport,
 )
 from autopar.plan.wording import bytes_text
 from autopar.planner.cuts import least_starts
 from autopar.planner.hints import Settled, settle
 from autopar.planner.pipeline import Layout, StageResult, cut, evaluate_pipeline
+from autopar.planner.savings import savings
 from autopar.planner.shorten import Short, shorten
 from autopar.search.analysis import Analysis
 from autopar.search.build import (
@@ -101,6 +104,7 @@ class Candidate:
         simulation: Of the slowest rank; its seconds are those of the step without the update.
         memory: Of the rank that holds most.
         update_s: Of the optimizer's update.
+        host_bytes: Of host memory, a rank on average, on the node where most is used.
         limited: Whether memory kept it from being faster.
     """
 
@@ -112,6 +116,7 @@ class Candidate:
     simulation: Simulation
     memory: Memory
     update_s: float
+    host_bytes: float = 0.0
     limited: bool = False
 
     @property
@@ -403,7 +408,7 @@ def _prepare(
     built = build_problem(
         analysis, mesh, cost, states, settled.restrictions, num_stages=layout.num_stages
     )
-    forced = bool(settled.restrictions.recompute)
+    forced = bool(settled.restrictions.recompute or settled.restrictions.offload)
     return _Search(built, layout, cost, forced=forced, allowed=float(settled.memory_limit_bytes))
 
 
@@ -414,8 +419,11 @@ def _finish(
     mesh, num_stages, allowed = search.plain.mesh, search.num_stages, search.allowed
     limit: float | None = None
     least = float("inf")
+    best: Candidate | None = None
     for _ in range(ROUNDS if num_stages == 1 else PIPELINE_ROUNDS):
         found, solution = search.within(limit, time_limit_s)
+        if not solution.choice and best is not None:
+            return best
         if not solution.choice:
             if least == float("inf"):
                 least = least_bytes(found.problem, time_limit_s=time_limit_s) / num_stages
@@ -431,13 +439,19 @@ def _finish(
         else:
             candidate = evaluate(analysis, request, search.cost, found, solution)
         used = candidate.memory.total_bytes
+        fits_host = search.fits_host(candidate.host_bytes)
+        if used <= allowed and fits_host:
+            now = replace(candidate, limited=limit is not None)
+            best = now if best is None or now.step_s < best.step_s else best
+            if not search.hides_less(candidate):
+                return best
         if used <= allowed:
-            return replace(candidate, limited=limit is not None)
+            continue
         least = min(least, used)
         # The program needs more than the problem knows of: leave that much room.
         last = allowed if limit is None else limit
         limit = min(allowed - max(0.0, used - held), last - LESS * allowed)
-    return _Failure(mesh, False, least)
+    return _Failure(mesh, False, least) if best is None else best
 
 
 JOINT = 600
@@ -465,8 +479,27 @@ class _Search:
         self.cost = cost
         self.forced = forced
         self.allowed = allowed
+        self.host_limit = self.host_allowed = float(cost.device.host_memory_bytes)
+        self.hides = 1.0
         self.unbound: Solution | None = None
         self.joint: Built | None = None
+
+    def hides_less(self, candidate: Candidate) -> bool:
+        """Whether copies hide behind less compute than was reckoned with, which is noted."""
+        found = candidate.simulation
+        hidden_s = found.copy_s - found.copy_exposed_s
+        hides = hidden_s / found.compute_s if found.compute_s else 0.0
+        if found.copy_exposed_s < LESS * candidate.step_s or hides > (1 - WORTH) * self.hides:
+            return False
+        self.hides = hides
+        return True
+
+    def fits_host(self, used: float) -> bool:
+        """Whether host memory holds so much a rank; if not, less is allowed from here on."""
+        over = used - self.host_allowed
+        if over > 0:
+            self.host_limit -= max(over, LESS * self.host_allowed)
+        return over <= 0
 
     def within(self, limit: float | None, time_limit_s: float) -> tuple[Built, Solution]:
         """The best solution, and the problem it is one of.
@@ -482,7 +515,11 @@ class _Search:
         total = None if limit is None else limit * self.num_stages
         if self.joint is None:
             self.joint = with_reruns(self.plain, self._near(self.unbound, total, time_limit_s))
-        problem = replace(self.joint.problem, memory_limit_bytes=total)
+        link = self.joint.problem.link
+        if link is not None:
+            host = max(0.0, self.host_limit) * self.num_stages
+            link = replace(link, host_limit_bytes=host, hides=self.hides)
+        problem = replace(self.joint.problem, memory_limit_bytes=total, link=link)
         solution = solve(problem, time_limit_s=time_limit_s)
         if self.joint.num_strategies < self.plain.num_strategies:
             # Proven is only what holds without a limit.
@@ -551,9 +588,37 @@ def evaluate(
         short = Short(analysis.graph, (stage,))
         found = _every_rank(analysis, cost, priced, short, request.optimizer)
     slowest, _, update_s = max(found, key=lambda item: item[0].seconds + item[2])
-    fullest = max((memory for _, memory, _ in found), key=lambda memory: memory.total_bytes)
-    alone = Pipeline((stage,), ())
-    return Candidate(built.mesh, built, solution, alone, "1f1b", slowest, fullest, update_s)
+    memory = _fullest([memory for _, memory, _ in found])
+    return Candidate(
+        built.mesh,
+        built,
+        solution,
+        Pipeline((stage,), ()),
+        "1f1b",
+        slowest,
+        memory,
+        update_s,
+        host_bytes=memory.host_bytes,
+    )
+
+
+def _fullest(memories: Sequence[Memory]) -> Memory:
+    """The memory of the rank that holds most, with the most that any has in host memory."""
+    most = max(memories, key=lambda memory: memory.total_bytes)
+    return replace(most, host_bytes=max(memory.host_bytes for memory in memories))
+
+
+def _most_on_a_node(cluster: Cluster, stage_bytes: Sequence[int]) -> float:
+    """Host memory a rank, on average, on the node whose ranks use most.
+
+    Args:
+        cluster: Its nodes.
+        stage_bytes: Of every rank of each pipeline stage; stages have as many ranks each.
+    """
+    ranks = cluster.num_devices // len(stage_bytes)
+    each = cluster.devices_per_node
+    by_rank = [size for size in stage_bytes for _ in range(ranks)]
+    return max(sum(by_rank[at : at + each]) / each for at in range(0, len(by_rank), each))
 
 
 def _every_rank(
@@ -563,7 +628,8 @@ def _every_rank(
     found = []
     (stage,) = short.stages
     for coordinates in distinct_coordinates(short.graph, stage):
-        program = overlap(lower(short.graph, analysis.rules, stage, coordinates, cost.collective_s))
+        lowered = lower(short.graph, analysis.rules, stage, coordinates, cost.collective_s)
+        program = overlap(lowered, priced)
         simulation = simulate_loop(program, priced, short.repeats)
         memory = predicted_memory(program, simulation, optimizer, short.repeats)
         moved = 2 * (memory.parameters_bytes + memory.optimizer_bytes)
@@ -593,7 +659,7 @@ def _evaluate_stages(
         moved += gradient_bytes(stage.program)
         memories.append(memory)
         updates.append(moved / update_bytes_per_s(device))
-    fullest = max(memories, key=lambda memory: memory.total_bytes)
+    fullest = _fullest(memories)
     slowest = max(
         (_whole_step(stage, built.mesh.microbatches) for stage in result.stages),
         key=lambda simulation: simulation.compute_s,
@@ -607,43 +673,17 @@ def _evaluate_stages(
         replace(slowest, seconds=result.seconds),
         fullest,
         max(updates),
+        host_bytes=_most_on_a_node(request.cluster, [memory.host_bytes for memory in memories]),
     )
 
 
 def _whole_step(stage: StageResult, microbatches: int) -> Simulation:
     """Sums over a step of one stage; its seconds are those it is busy."""
-    uses: dict[tuple[str, int, str], CollectiveUse] = {}
-    for (section, _), simulation in stage.sections.items():
-        times = microbatches if section in LOOP else 1
-        for use in simulation.collectives:
-            key = (use.kind, use.axis, use.purpose)
-            before = uses.get(key)
-            uses[key] = replace(
-                use,
-                count=use.count * times + (before.count if before else 0),
-                tensor_bytes=use.tensor_bytes * times + (before.tensor_bytes if before else 0),
-                seconds=use.seconds * times + (before.seconds if before else 0.0),
-            )
-
-    def total(name: str) -> float:
-        return float(
-            sum(
-                getattr(simulation, name) * (microbatches if section in LOOP else 1)
-                for (section, _), simulation in stage.sections.items()
-            )
-        )
-
-    return replace(
-        stage.peak,
-        seconds=total("seconds"),
-        compute_s=total("compute_s"),
-        communication_s=total("communication_s"),
-        exposed_s=total("exposed_s"),
-        slowed_s=total("slowed_s"),
-        host_s=total("host_s"),
-        num_launched=int(total("num_launched")),
-        collectives=tuple(uses.values()),
-    )
+    parts = [
+        (simulation, microbatches if section in LOOP else 1)
+        for (section, _), simulation in stage.sections.items()
+    ]
+    return _summed(stage.peak, parts)
 
 
 def simulate_loop(program: Program, priced: Prices, repeats: Repeats = ONCE) -> Simulation:
@@ -656,35 +696,51 @@ def simulate_loop(program: Program, priced: Prices, repeats: Repeats = ONCE) -> 
         return simulate(program, priced, repeats)
     once, twice = (simulate(unroll(program, in_order(times)), priced, repeats) for times in (1, 2))
     more = program.microbatches - 2
+    return _summed(twice, ((twice, 1 + more), (once, -more)))
 
-    def total(name: str) -> float:
-        first, second = getattr(once, name), getattr(twice, name)
-        return float(second + more * (second - first))
 
-    before = {(u.kind, u.axis, u.purpose): u for u in once.collectives}
-    uses = []
-    for use in twice.collectives:
-        first = before.get((use.kind, use.axis, use.purpose))
-        uses.append(
-            replace(
-                use,
-                count=use.count + more * (use.count - (first.count if first else 0)),
-                tensor_bytes=use.tensor_bytes
-                + more * (use.tensor_bytes - (first.tensor_bytes if first else 0)),
-                seconds=use.seconds + more * (use.seconds - (first.seconds if first else 0.0)),
-            )
-        )
+_SUMS = (
+    "seconds",
+    "compute_s",
+    "communication_s",
+    "copy_s",
+    "exposed_s",
+    "copy_exposed_s",
+    "slowed_s",
+    "host_s",
+    "num_launched",
+)
+
+
+def _summed(memory: Simulation, parts: Sequence[tuple[Simulation, int]]) -> Simulation:
+    """Simulations added up, each so many times, with the bytes of one."""
+    totals = {
+        name: sum(times * getattr(simulation, name) for simulation, times in parts)
+        for name in _SUMS
+    }
     return replace(
-        twice,
-        seconds=total("seconds"),
-        compute_s=total("compute_s"),
-        communication_s=total("communication_s"),
-        exposed_s=total("exposed_s"),
-        slowed_s=total("slowed_s"),
-        host_s=total("host_s"),
-        num_launched=int(total("num_launched")),
-        collectives=tuple(uses),
+        memory,
+        **totals,
+        collectives=_summed_uses([(s.collectives, times) for s, times in parts]),
+        copies=_summed_uses([(s.copies, times) for s, times in parts]),
     )
+
+
+def _summed_uses(
+    parts: Sequence[tuple[Sequence[CollectiveUse], int]],
+) -> tuple[CollectiveUse, ...]:
+    found: dict[tuple[str, int, str], CollectiveUse] = {}
+    for uses, times in parts:
+        for use in uses:
+            key = (use.kind, use.axis, use.purpose)
+            before = found.get(key, replace(use, count=0, tensor_bytes=0, seconds=0.0))
+            found[key] = replace(
+                use,
+                count=before.count + times * use.count,
+                tensor_bytes=before.tensor_bytes + times * use.tensor_bytes,
+                seconds=before.seconds + times * use.seconds,
+            )
+    return tuple(found.values())
 
 
 def predicted_memory(
@@ -713,6 +769,7 @@ def predicted_memory(
         transient_bytes=transient,
         inputs_bytes=sum(entered.get(kind, 0) for kind in (INPUT, CONSTANT, KEY)),
         buffers_bytes=entered.get("buffer", 0),
+        host_bytes=simulation.host_bytes,
     )
 
 
@@ -774,7 +831,7 @@ def _plan(
         schedule=best.schedule,
         notes=tuple(_notes(analysis, best)),
         memory_limit_bytes=int(settled.memory_limit_bytes),
-        prediction=_prediction(best),
+        prediction=_prediction(best, savings(analysis, best.built.cost, best.pipeline.stages)),
         search=SearchReport(
             status="optimal" if optimal else "feasible",
             objective_s=objective,
@@ -792,7 +849,7 @@ def _plan(
     )
 
 
-def _prediction(best: Candidate) -> Prediction:
+def _prediction(best: Candidate, saved: tuple[Saving, ...]) -> Prediction:
     simulation = best.simulation
     return Prediction(
         step_s=best.step_s,
@@ -812,6 +869,18 @@ def _prediction(best: Candidate) -> Prediction:
             )
             for use in simulation.collectives
         ),
+        copies=tuple(
+            CopyPlan(
+                kind=use.kind,
+                purpose=use.purpose,
+                count=use.count,
+                num_bytes=use.tensor_bytes,
+                predicted_s=use.seconds,
+            )
+            for use in simulation.copies
+        ),
+        copy_exposed_s=simulation.copy_exposed_s,
+        savings=saved,
     )
 
 

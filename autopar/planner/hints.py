@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -15,6 +16,7 @@ from autopar.hint import (
     Later,
     MemoryLimit,
     Microbatches,
+    Offload,
     Recompute,
     Replicate,
     Schedule,
@@ -24,8 +26,9 @@ from autopar.ir.graph import INPUT, PARAMETER, Graph, Phase
 from autopar.planner.cuts import CutHint
 from autopar.schedules.table import schedule_named
 from autopar.search.analysis import Analysis
+from autopar.search.build import has_host_memory
 from autopar.search.restrict import Restrictions, below, matching
-from cost_models.cluster import Cluster
+from cost_models.cluster import Cluster, Device
 
 _Hint = TypeVar("_Hint", bound=Hint)
 
@@ -85,8 +88,11 @@ def settle(
         )
     recompute = tuple(h.pattern for h in hints if isinstance(h, Recompute))
     keep = tuple(h.pattern for h in hints if isinstance(h, Keep))
-    _check_modules(analysis.graph, recompute, keep)
+    offload = tuple(h.pattern for h in hints if isinstance(h, Offload))
+    _check_modules(analysis.graph, recompute, keep, offload)
     device = cluster.device(0)
+    if offload:
+        _check_host(device, offload[0])
     fraction = cluster.usable_memory_fraction if memory_fraction is None else memory_fraction
     usable = int(device.memory_bytes * fraction)
     return Settled(
@@ -96,6 +102,7 @@ def settle(
             parameters=parameters,
             recompute=recompute,
             keep=keep,
+            offload=offload,
         ),
         schedule=spec.name,
         chunks=spec.least_chunks if schedule is None else schedule.chunks or spec.least_chunks,
@@ -109,8 +116,8 @@ def _check_kind(given: object) -> None:
     """Refuse what is no hint, and hints that this version cannot follow."""
     if isinstance(given, Later):
         raise UnsupportedError(
-            f"cannot follow hint {given}: this version plans no offload and no statistics of one "
-            "microbatch; leave it out"
+            f"cannot follow hint {given}: this version plans no statistics of one microbatch; "
+            "leave it out"
         )
     if not isinstance(given, Hint):
         raise HintError(
@@ -156,10 +163,34 @@ def check_pattern(pattern: str, names: Sequence[str]) -> None:
     )
 
 
-def _check_modules(graph: Graph, recompute: Sequence[str], keep: Sequence[str]) -> None:
-    """Refuse patterns over modules that match nothing, or the same from both sides."""
+def _check_host(device: Device, pattern: str) -> None:
+    """Refuse to offload where that frees nothing."""
+    if has_host_memory(device):
+        return
+    why = "its host memory is its own memory" if device.unified_memory else "it has no host memory"
+    raise HintError(
+        f"cannot apply hint.offload({pattern!r}) on device '{device.kind}': {why}, so that offload "
+        "frees nothing; drop the hint, or give the device a host_memory and a host_link"
+    )
+
+
+_FATES = ("recompute", "keep", "offload")
+_SAYS = {
+    "recompute": "forgets its activations",
+    "keep": "keeps them on the device",
+    "offload": "keeps them in host memory",
+}
+
+
+def _check_modules(graph: Graph, *patterns: Sequence[str]) -> None:
+    """Refuse patterns over modules that match nothing, or that say two things of one module.
+
+    Args:
+        graph: The step.
+        patterns: Of `_FATES`, in that order.
+    """
     paths = {node.source.module for node in graph.nodes if node.phase is Phase.FORWARD} - {""}
-    for pattern in (*recompute, *keep):
+    for pattern in itertools.chain(*patterns):
         if not any(below(pattern, path) for path in paths):
             near = difflib.get_close_matches(pattern.strip("*."), sorted(paths), n=3, cutoff=0.3)
             near = near or sorted(paths)[:3]
@@ -168,11 +199,18 @@ def _check_modules(graph: Graph, recompute: Sequence[str], keep: Sequence[str]) 
                 f"you mean {', '.join(map(repr, near))}?"
             )
     for path in sorted(paths):
-        both = [next((p for p in own if below(p, path)), None) for own in (recompute, keep)]
-        if None not in both:
+        said = [
+            (fate, pattern)
+            for fate, own in zip(_FATES, patterns, strict=True)
+            for pattern in own
+            if below(pattern, path)
+        ]
+        other = next((s for s in said if s[0] != said[0][0]), None)
+        if other is not None:
+            (fate, first), (fate_2, second) = said[0], other
             raise HintError(
-                f"cannot apply hint.recompute({both[0]!r}) and hint.keep({both[1]!r}) to module "
-                f"{path!r}: one forgets its activations, the other keeps them; drop one"
+                f"cannot apply hint.{fate}({first!r}) and hint.{fate_2}({second!r}) to module "
+                f"{path!r}: one {_SAYS[fate]}, the other {_SAYS[fate_2]}; drop one"
             )
 
 

@@ -308,10 +308,10 @@ def evaluate_pipeline(
             crossing,
         )
         for number, program in zip(sorted(held), programs, strict=True):
-            ready = overlap(program)
+            ready = overlap(program, priced)
             sections = {s: simulate(section_program(ready, s), priced) for s in Section}
             by_chunk[number] = ready, sections
-        together = on_one_rank(analysis.graph, programs, held)
+        together = on_one_rank(analysis.graph, programs, held, priced)
         results.append(
             StageResult(
                 program=together,

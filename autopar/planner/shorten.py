@@ -87,13 +87,14 @@ def _treated(copies: Copies, stages: Sequence[StagePlan]) -> Mapping[tuple[int, 
         rows[place.run, place.index].append((place.family, number))
 
     for number, stage in enumerate(stages):
-        again = frozenset(stage.recomputed)
+        again, away = frozenset(stage.recomputed), frozenset(stage.offloaded)
         for plan in stage.nodes:
             decide(plan.name, (number, plan.name in again), plan.operands, plan.outputs)
         for parameter in stage.parameters:
             decide(copies.parameters[parameter.name], number, parameter.stored)
         for value, shardings in stage.kept.items():
-            decide(_name(value), (number, value.partition(":")[2]), shardings)
+            place = (number, value.partition(":")[2], value in away)
+            decide(_name(value), place, shardings)
     return {copy: (edges, frozenset(rows[copy])) for copy, edges in copies.alike.items()}
 
 
@@ -171,6 +172,7 @@ class _Shortener:
                 value: shardings for value, shardings in stage.kept.items() if _name(value) in there
             },
             recomputed=tuple(name for name in stage.recomputed if name in there),
+            offloaded=tuple(value for value in stage.offloaded if _name(value) in there),
         )
 
     def _stays(self, name: str) -> bool:

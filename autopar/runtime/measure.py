@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from autopar.runtime.host import TO_HOST
+
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of storages made while it is active.
@@ -21,16 +23,22 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     storages that existed before do not count. Bytes are those of the storage, not of the
     allocator's blocks.
 
+    What copies to host memory make counts apart, also where that is the same memory.
+
     Attributes:
         live_bytes: Bytes alive now.
         peak_bytes: Most bytes that were alive at once.
+        host_bytes: Bytes alive now in host memory; ``host_peak_bytes`` the most there were.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = 0
         self.peak_bytes = 0
+        self.host_bytes = 0
+        self.host_peak_bytes = 0
         self._known: dict[int, int] = {}
+        self._on_host: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in tree_leaves((args, kwargs)):
@@ -39,8 +47,20 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         for value in tree_leaves(result):
             if isinstance(value, Tensor):
+                if func is TO_HOST:
+                    self._see_on_host(value)
                 self._see(value, made=True)
         return result
+
+    def _see_on_host(self, tensor: Tensor) -> None:
+        """Count a storage as one of host memory."""
+        storage = tensor.untyped_storage()
+        num_bytes = storage.nbytes()
+        self._known[storage._cdata] = num_bytes
+        self._on_host.add(storage._cdata)
+        self.host_bytes += num_bytes
+        self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
+        weakref.finalize(storage, self._forget, storage._cdata)
 
     def _see(self, tensor: Tensor, made: bool) -> None:
         """Count a storage if it is new; operands that are new were there before."""
@@ -55,7 +75,12 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         weakref.finalize(storage, self._forget, key)
 
     def _forget(self, key: int) -> None:
-        self.live_bytes -= self._known.pop(key, 0)
+        num_bytes = self._known.pop(key, 0)
+        if key in self._on_host:
+            self._on_host.remove(key)
+            self.host_bytes -= num_bytes
+        else:
+            self.live_bytes -= num_bytes
 
 
 @dataclass(frozen=True, slots=True)

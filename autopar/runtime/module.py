@@ -21,12 +21,15 @@ from autopar.lower.program import (
     ALL_REDUCE,
     ALL_TO_ALL,
     COLLECTIVES,
+    COPIES,
     MICROBATCH,
     REDUCE_SCATTER,
+    TO_HOST,
     WAIT,
     Instruction,
     Program,
 )
+from autopar.runtime.host import Copies
 
 _c10d = torch.ops._c10d_functional
 
@@ -188,6 +191,11 @@ class _Build:
     pending: dict[Ref, Callable[[Tensor], Tensor] | None] = field(default_factory=dict)
     number: fx.Node | None = None
     current: str = ""
+    copies: Copies = field(init=False)
+    copied: set[Ref] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.copies = Copies(self.device)
 
     def finish(self, instructions: Sequence[Instruction], outputs: Sequence[Ref]) -> fx.GraphModule:
         """The module, after the inputs were declared."""
@@ -202,6 +210,8 @@ class _Build:
         self.current = instruction.name
         if instruction.op == WAIT:
             self._wait(instruction)
+        elif instruction.op in COPIES:
+            self._copy(instruction)
         elif instruction.op in COLLECTIVES:
             self._collective(instruction)
         elif instruction.op == MICROBATCH:
@@ -240,10 +250,19 @@ class _Build:
         self.values[result] = self._call(target, args, kwargs, instruction.name)
         self.pending[result] = None if payload is None else payload.after
 
+    def _copy(self, instruction: Instruction) -> None:
+        (source,) = instruction.operands
+        start = self.copies.to_host if instruction.op == TO_HOST else self.copies.to_device
+        result = Ref(instruction.name)
+        self.values[result] = self._call(start, (self.values[source],), {}, instruction.name)
+        self.copied.add(result)
+
     def _wait(self, instruction: Instruction) -> None:
         (source,) = instruction.operands
         value = self.values[source]
-        if source in self.pending:
+        if source in self.copied:
+            value = self._call(self.copies.wait, (value,), {}, instruction.name)
+        elif source in self.pending:
             value = self._call(_c10d.wait_tensor.default, (value,), {}, instruction.name)
             after = self.pending[source]
             value = value if after is None else self._call(after, (value,))

@@ -46,6 +46,8 @@ from autopar.search.problem import (
     Again,
     Arc,
     Choices,
+    Leave,
+    Link,
     Moment,
     Need,
     Problem,
@@ -63,6 +65,8 @@ from autopar.search.restrict import (
     parameter_allows,
     zero_allows,
 )
+from cost_models.cluster import Device
+from cost_models.overlap import compute_copy
 
 AGAIN_S = 1e-8
 """What running again costs beside its seconds: what takes none is kept if that does no harm."""
@@ -137,6 +141,11 @@ class Built:
     reruns: tuple[tuple[str, ...], ...] = ()
 
     @property
+    def cost(self) -> NodeCost:
+        """What its nodes were priced with."""
+        return self.builder.cost
+
+    @property
     def num_strategies(self) -> int:
         return sum(len(entry.choices) for entry in self.entries)
 
@@ -183,6 +192,7 @@ class _Builder:
         self.places = places(self.entries)
         self.recompute = recompute_of(analysis, in_loop=mesh.time_axis is not None, allowed=False)
         self.rerun_of: dict[int, int] = {}
+        self.leaves = False
 
     def _class(self, names: tuple[str, ...]) -> _Class:
         node = self.graph.by_name[names[0]]
@@ -380,6 +390,7 @@ class _Builder:
                 no_keep=self._not_kept(node, layouts),
                 rerun=self.rerun_of.get(producer) if node.phase is Phase.FORWARD else None,
                 again=tuple(dict.fromkeys(again)),
+                leave=self._leave(group, layouts, bool(backward)) if backward or again else None,
             ),
             layouts,
         )
@@ -469,6 +480,7 @@ class _Builder:
             self.analysis, in_loop=self.mesh.time_axis is not None, allowed=True
         )
         self.rerun_of = {c: n for n, c in enumerate(sorted(self.recompute.classes))}
+        self.leaves = has_host_memory(self.cost.device)
 
     def reruns(self) -> tuple[tuple[Rerun, ...], tuple[tuple[str, ...], ...]]:
         """Classes that may run again, and their members in the order in which they are taken."""
@@ -476,7 +488,8 @@ class _Builder:
         for number in self.rerun_of:
             names = self.classes[number].members
             must = self._matching(names, self.restrictions.recompute)
-            may_not = self._matching(names, self.restrictions.keep) - must
+            kept = (*self.restrictions.keep, *self.restrictions.offload)
+            may_not = self._matching(names, kept) - must
             entry, _ = self.places[number]
             found.append(
                 Rerun(
@@ -501,6 +514,77 @@ class _Builder:
         by_name = self.graph.by_name
         return {n for n in names if any(below(p, by_name[n].source.module) for p in patterns)}
 
+    # -- offload --------------------------------------------------------------------------------
+
+    def _leave(self, group: Sequence[Ref], layouts: _Layouts, surely: bool) -> Leave | None:
+        """How a class of values may wait for the backward in host memory.
+
+        Args:
+            group: Its members.
+            layouts: Of the value.
+            surely: Whether the backward reads it, if nothing runs again.
+        """
+        names = [ref.node for ref in group]
+        if not self.leaves or not all(self.recompute.may_leave(name) for name in names):
+            return None
+        device, times = self.cost.device, len(group) * self.mesh.microbatches
+        slow = compute_copy(device.kind)
+        seconds = tuple(
+            times * local_bytes(layouts.kind, s) / device.host_link_bytes_per_s
+            for s in layouts.index
+        )
+        # Beside a copy, compute takes `first` times as long and the copy `second` times.
+        lost = 2 * slow.second * (1 - 1 / slow.first)
+        issue_s = 2 * times * max(device.host_op_s, AGAIN_S)
+        must = self._matching(names, self.restrictions.offload)
+        may_not = self._matching(names, self.restrictions.keep) - must
+        return Leave(
+            seconds=seconds,
+            lost_s=tuple(lost * s + issue_s for s in seconds),
+            least=len(must) / len(names) if surely else 0.0,
+            most=1.0 - len(may_not) / len(names),
+        )
+
+    def leave_order(self, group: Sequence[Ref]) -> tuple[Ref, ...]:
+        """Values of a class, those that leave first in front."""
+        names = [ref.node for ref in group]
+        must = self._matching(names, self.restrictions.offload)
+        may_not = self._matching(names, self.restrictions.keep) - must
+        rank = {name: 0 if name in must else 2 if name in may_not else 1 for name in names}
+        return tuple(sorted(group, key=lambda ref: rank[ref.node]))
+
+    def link(self) -> Link | None:
+        """The link to host memory, if values may leave."""
+        if not self.leaves:
+            return None
+        own = [self._choices(made) for made in self.classes]
+        device = self.cost.device
+        return Link(
+            early=self._compute(own, Phase.FORWARD),
+            late=self._compute(own, Phase.BACKWARD),
+            host_limit_bytes=float(self.num_stages * device.host_memory_bytes),
+        )
+
+    def _compute(
+        self, own: Sequence[Choices], phase: Phase
+    ) -> tuple[tuple[int, tuple[float, ...]], ...]:
+        """Seconds of a phase under every choice of the entries that run in it."""
+        found = []
+        for index, entry in enumerate(self.entries):
+            places = [
+                place
+                for place, number in enumerate(entry.classes)
+                if self.classes[number].node.phase is phase
+                and self.classes[number].node.op not in SOURCE_OPS
+            ]
+            if places:
+                seconds = tuple(
+                    sum(own[entry.classes[p]].seconds[choice[p]] for p in places)
+                    for choice in entry.choices
+                )
+                found.append((index, seconds))
+        return tuple(found)
+
     def moments(self, roots: Sequence[tuple[Ref, ...]]) -> tuple[Moment, ...]:
         """Places of the backward at which memory is counted."""
         index = {ref: number for number, group in enumerate(roots) for ref in group}
@@ -514,10 +598,11 @@ class _Builder:
         roots: Sequence[tuple[Ref, ...]],
         index: Mapping[Ref, int],
     ) -> Moment:
-        kept = []
+        kept, back = [], []
         for number, group in enumerate(roots):
             if count := recompute.kept(group, at):
                 kept.append((number, count / len(group)))
+                back.append((number, recompute.back(group, at) / len(group)))
         held: dict[int, tuple[float, ...]] = {}
         needed, through = set(), []
         for number, rerun in self.rerun_of.items():
@@ -542,6 +627,7 @@ class _Builder:
             through=tuple(through),
             held=tuple(held.items()),
             passing=self._passing(recompute, at),
+            back=tuple(back) if self.leaves else (),
         )
 
     def _passing(self, recompute: Recompute, at: int) -> tuple[tuple[int, tuple[float, ...]], ...]:
@@ -712,6 +798,11 @@ def plain_shardings(
     return tuple(dict.fromkeys(found))
 
 
+def has_host_memory(device: Device) -> bool:
+    """Whether what leaves a device's memory for its host's frees any."""
+    return not device.unified_memory and device.host_memory_bytes > 0
+
+
 def describe_mesh(mesh: Mesh) -> str:
     """``2 x 4 (dp, tp)`` and the like."""
     sizes = " x ".join(str(size) for size in mesh.sizes)
@@ -768,7 +859,7 @@ def build_problem(
 
 
 def with_reruns(built: Built, solutions: Sequence[Solution] = ()) -> Built:
-    """The problem in which forward nodes may run again in the backward.
+    """The problem in which forward nodes may run again, and what is kept may leave the device.
 
     Args:
         built: The problem without.
@@ -790,6 +881,7 @@ def with_reruns(built: Built, solutions: Sequence[Solution] = ()) -> Built:
         values=values,
         reruns=reruns,
         moments=builder.moments(roots),
+        link=builder.link(),
     )
     return replace(
         built,
@@ -823,6 +915,7 @@ def decode(built: Built, analysis: Analysis, solution: Solution) -> StagePlan:
         for name in names[: math.ceil(share * len(names) - 1e-6)]
     }
     kept: dict[str, tuple[Sharding, ...]] = {}
+    offloaded: set[str] = set()
     for index, (group, layouts) in enumerate(zip(built.roots, built.layouts, strict=True)):
         layout = solution.kept[index]
         if layout is None:
@@ -832,6 +925,10 @@ def decode(built: Built, analysis: Analysis, solution: Solution) -> StagePlan:
         left = [ref for ref in group if ref.node not in recomputed]
         for ref, chosen in zip(left, dealt(shares, leanest, len(left)), strict=True):
             kept[str(ref)] = (layouts[chosen],)
+        order = [ref for ref in built.builder.leave_order(group) if ref in left]
+        for chosen, share in solution.away_shares.get(index, ()):
+            own = [str(ref) for ref in order if kept[str(ref)] == (layouts[chosen],)]
+            offloaded.update(own[: math.ceil(share * len(group) - 1e-6)])
     graph = analysis.graph
     used = _used(built, analysis, picked)
     parameters, inputs, nodes = [], {}, []
@@ -860,6 +957,7 @@ def decode(built: Built, analysis: Analysis, solution: Solution) -> StagePlan:
         nodes=tuple(nodes),
         kept=kept,
         recomputed=tuple(node.name for node in graph.nodes if node.name in recomputed),
+        offloaded=tuple(value for value in kept if value in offloaded),
     )
 
 

@@ -3,7 +3,8 @@
 Variables: ``x[n, c]`` (class n picks choice c, binary), ``k[v, l]`` (value v is kept in layout l),
 ``f[d, a]`` (need d uses arc a, continuous), ``p[a]`` (arc a is paid), ``z[v, l]`` (a kept copy of a
 persistent value that is not its own layout), ``r[q, c]`` (class q runs again under choice c),
-``w[q, t]`` (it has by moment t), ``b[q, t]`` (bytes it then holds).
+``w[q, t]`` (it has by moment t), ``b[q, t]`` (bytes it then holds), ``a[v, l]`` (value v, kept in
+layout l, is away), ``e`` (seconds of copies that nothing hides, one for each direction).
 
 =====================================================================  =======================
 (1) sum_c x[n, c] = 1                                                  ``_add_choices``
@@ -17,6 +18,9 @@ persistent value that is not its own layout), ``r[q, c]`` (class q runs again un
 (8) w[q, t] >= w[u, t] - sum_l k[v, l] for u that reads v of q         ``_add_moment``
 (9) b[q, t] >= sum_c bytes[c] r[q, c] - most * (1 - w[q, t])           ``_add_moment``
 (10) resident + kept and gradients at t + sum_q b[q, t] <= limit       ``_add_moment``
+(11) a[v, l] <= k[v, l]; what is away is not held                      ``_add_away``
+(12) e >= seconds of what is away - hides * compute of the phase       ``_add_link``
+(13) bytes of what is away <= host limit                               ``_add_link``
 =====================================================================  =======================
 
 A class that runs again needs what it reads in the backward: (3) holds for it with r for x, and
@@ -58,6 +62,7 @@ class _Program:
     cost: list[float] = field(default_factory=list)
     integer: list[bool] = field(default_factory=list)
     upper: list[float] = field(default_factory=list)
+    lower: list[float] = field(default_factory=list)
     low: list[float] = field(default_factory=list)
     high: list[float] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
@@ -69,6 +74,7 @@ class _Program:
         self.cost += costs
         self.integer += [integer] * len(costs)
         self.upper += [upper] * len(costs)
+        self.lower += [0.0] * len(costs)
         return range(start, len(self.cost))
 
     def row(self, low: float, high: float, terms: list[tuple[int, float]]) -> int:
@@ -91,6 +97,7 @@ class _Columns:
     keep: list[range | None] = field(default_factory=list)
     remade: list[range | None] = field(default_factory=list)
     extra: list[range | None] = field(default_factory=list)
+    away: list[range | None] = field(default_factory=list)
     added_up: list[tuple[int, float]] = field(default_factory=list)
 
 
@@ -141,7 +148,8 @@ HALF = 0.5
 def _search(program: _Program, columns: _Columns, deadline: float, gap: float) -> _Outcome:
     """Solve the relaxation; round it where it is fractional; branch where rounding costs."""
     relaxed = _run(program, deadline, gap, relaxed=True)
-    groups = [*columns.pick, *(keep for keep in columns.keep if keep is not None)]
+    kept = (keep for keep in (*columns.keep, *columns.away) if keep is not None)
+    groups = [*columns.pick, *kept]
     if gap < GAP:
         groups += columns.again
     if relaxed.status != "optimal" or not _fractional(program, groups, relaxed.values):
@@ -182,15 +190,16 @@ def _dive(
     """Fix the fractional groups at their largest share, solving in between.
 
     Choices of nodes come first, then what is kept: a value that is kept by less than half runs
-    again, one that is kept by more does not.
+    again, one that is kept by more does not. What is away in part is away, since that holds less.
     """
-    fixed = replace(program, upper=list(program.upper))
+    fixed = replace(program, upper=list(program.upper), lower=list(program.lower))
     now = relaxed
     kept = [
         (keep, again)
         for keep, again in zip(columns.keep, columns.remade, strict=True)
         if keep is not None
     ]
+    away = [own for own in columns.away if own is not None]
     while True:
         if time.perf_counter() > deadline:
             return _Outcome("time_limited", _NOTHING)
@@ -206,6 +215,10 @@ def _dive(
                 _fix_largest(fixed, keep, now.values)
                 if again is not None:
                     _bar(fixed, again)
+        elif broken := _fractional(fixed, away, now.values):
+            for index in broken:
+                chosen = int(np.argmax(_taken(now.values, away[index])))
+                fixed.lower[away[index][chosen]] = 1.0
         else:
             return replace(now, bound=relaxed.bound, status="feasible")
         now = _run(fixed, deadline, gap, relaxed=True)
@@ -306,6 +319,8 @@ def _add_all(program: _Program, problem: Problem, columns: _Columns) -> None:
     _add_reruns(program, problem, columns)
     _add_keeps(program, problem, columns)
     _add_flows(program, problem, columns)
+    _add_away(program, problem, columns)
+    _add_link(program, problem, columns)
 
 
 def _add_choices(program: _Program, problem: Problem, columns: _Columns) -> None:
@@ -359,6 +374,60 @@ def _add_keeps(program: _Program, problem: Problem, columns: _Columns) -> None:
             own = [(c, 1.0) for c in _giving(value, columns, layout)]
             program.row(0, np.inf, [(extra[layout], 1.0), (keep[layout], -1.0), *own])
         columns.extra.append(extra)
+
+
+def _add_away(program: _Program, problem: Problem, columns: _Columns) -> None:
+    """(11)"""
+    for value, keep in zip(problem.values, columns.keep, strict=True):
+        leave = value.leave
+        if problem.link is None or leave is None or keep is None:
+            columns.away.append(None)
+            continue
+        integer = program.integer[keep.start]
+        own = program.columns(list(leave.lost_s), integer=integer)
+        for away, kept in zip(own, keep, strict=True):
+            program.row(-np.inf, 0, [(away, 1.0), (kept, -1.0)])
+        if leave.least > 0 or leave.most < 1:
+            program.row(leave.least, leave.most, [(column, 1.0) for column in own])
+        columns.away.append(own)
+
+
+def _add_link(program: _Program, problem: Problem, columns: _Columns) -> None:
+    """(12) and (13)"""
+    leaving = [
+        (value, value.leave, own)
+        for value, own in zip(problem.values, columns.away, strict=True)
+        if own is not None and value.leave is not None
+    ]
+    if problem.link is None or not leaving:
+        return
+    # In milliseconds, and in parts of the host's memory, as the solver's tolerances ask for.
+    copied = [
+        (column, 1e3 * seconds)
+        for _, leave, own in leaving
+        for column, seconds in zip(own, leave.seconds, strict=True)
+    ]
+    hides = 1e3 * problem.link.hides
+    again = [
+        (column, -hides * seconds)
+        for rerun, own in zip(problem.reruns, columns.again, strict=True)
+        for column, seconds in zip(own, rerun.seconds, strict=True)
+    ]
+    for hiding, more in ((problem.link.early, []), (problem.link.late, again)):
+        (exposed,) = program.columns([1e-3], upper=np.inf)
+        beside = [
+            (column, -hides * own)
+            for node, seconds in hiding
+            for column, own in zip(columns.pick[node], seconds, strict=True)
+        ]
+        program.row(-np.inf, 0, [*copied, *beside, *more, (exposed, -1.0)])
+    limit = max(problem.link.host_limit_bytes, 1.0)
+    held = [
+        (column, size / limit)
+        for value, _, own in leaving
+        for column, size in zip(own, value.kept_bytes, strict=True)
+    ]
+    program.row(-np.inf, 1.0, held)
 
 
 def _giving(value: Value, columns: _Columns, layout: int) -> list[int]:
@@ -551,10 +620,14 @@ def _add_memory(
                 resident.append((column, held))
             if held or own:
                 gradients.append((column, held + own))
-    for value, keep, extra in zip(problem.values, columns.keep, columns.extra, strict=True):
+    held_by = zip(problem.values, columns.keep, columns.extra, columns.away, strict=True)
+    for value, keep, extra, away in held_by:
+        sizes = [(n, size / unit) for n, size in enumerate(value.kept_bytes) if size]
         if keep is not None:
             counted = keep if extra is None else extra
-            kept += [(counted[n], size / unit) for n, size in enumerate(value.kept_bytes) if size]
+            kept += [(counted[n], size) for n, size in sizes]
+        if away is not None:
+            kept += [(away[n], -size) for n, size in sizes]
     added_up = [(column, size / unit) for column, size in columns.added_up]
     program.row(-np.inf, limit, resident + added_up + kept + room)
     program.row(-np.inf, limit, gradients + room)
@@ -572,12 +645,16 @@ def _add_moment(
     """(8) to (10): what is held at a moment beside what is resident, in the same unit."""
     unit = _unit(problem)
     terms: list[tuple[int, float]] = []
+    back = dict(moment.back)
     for number, share in moment.kept:
-        keep, extra = columns.keep[number], columns.extra[number]
+        keep, extra, away = columns.keep[number], columns.extra[number], columns.away[number]
         counted = keep if extra is None else extra
+        size = problem.values[number].kept_bytes
         if counted is not None:
-            size = problem.values[number].kept_bytes
             terms += [(counted[n], share * s / unit) for n, s in enumerate(size) if s]
+        if away is not None:
+            gone = share - back.get(number, 0.0)
+            terms += [(away[n], -gone * s / unit) for n, s in enumerate(size) if s]
     for number, share in moment.gradients:
         size = problem.nodes[number].gradient_bytes
         terms += [(c, share * s / unit) for c, s in zip(columns.pick[number], size, strict=True)]
@@ -615,7 +692,7 @@ def _proto(program: _Program, *, relaxed: bool) -> model_pb2.ModelProto:
     proto = model_pb2.ModelProto()
     num = len(program.cost)
     proto.variables.ids.extend(range(num))
-    proto.variables.lower_bounds.extend([0.0] * num)
+    proto.variables.lower_bounds.extend(program.lower)
     proto.variables.upper_bounds.extend(program.upper)
     proto.variables.integers.extend([False] * num if relaxed else program.integer)
     costs = np.asarray(program.cost)
@@ -660,6 +737,7 @@ def _solution(
         choice_shares=_shares(found, columns.pick),
         kept_shares=_shares(found, columns.keep),
         rerun_shares=tuple(float(found[a.start : a.stop].sum()) for a in columns.again),
+        away_shares=_away_shares(found, columns),
         objective_s=outcome.objective / 1e3,
         bound_s=outcome.bound / 1e3,
         seconds=seconds,
@@ -683,6 +761,18 @@ def _shares(found: NDArray[np.float64], groups: Sequence[range | None]) -> dict[
     return shares
 
 
+def _away_shares(found: NDArray[np.float64], columns: _Columns) -> dict[int, Shares]:
+    shares: dict[int, Shares] = {}
+    for index, own in enumerate(columns.away):
+        if own is None:
+            continue
+        amounts = _taken(found, own)
+        if amounts.sum() > SHARE:
+            (used,) = np.nonzero(amounts > SHARE)
+            shares[index] = tuple((int(n), float(amounts[n])) for n in used)
+    return shares
+
+
 def _taken(found: NDArray[np.float64], columns: range) -> NDArray[np.float64]:
     return found[columns.start : columns.stop]
 
@@ -702,8 +792,10 @@ def _memory(problem: Problem, columns: _Columns, found: NDArray[np.float64]) -> 
         amounts = found[pick.start : pick.stop]
         resident += float(amounts @ np.asarray(node.resident_bytes))
         gradients.append(float(amounts @ np.asarray(node.gradient_bytes)))
-    saved = []
-    for value, keep in zip(problem.values, columns.keep, strict=True):
+    saved, gone = [], []
+    for value, keep, away in zip(problem.values, columns.keep, columns.away, strict=True):
+        sizes = np.asarray(value.kept_bytes)
+        gone.append(0.0 if away is None else float(_taken(found, away) @ sizes))
         amounts = np.zeros(value.num_layouts)
         if keep is not None:
             amounts = found[keep.start : keep.stop]
@@ -712,16 +804,17 @@ def _memory(problem: Problem, columns: _Columns, found: NDArray[np.float64]) -> 
             pick = columns.pick[value.producer]
             np.add.at(own, np.asarray(value.gives), found[pick.start : pick.stop])
             amounts = np.maximum(0.0, amounts - own)
-        saved.append(float(amounts @ np.asarray(value.kept_bytes)))
+        saved.append(float(amounts @ sizes))
     moments = (
-        sum(share * saved[number] for number, share in moment.kept)
+        sum(share * (saved[number] - gone[number]) for number, share in moment.kept)
+        + sum(share * gone[number] for number, share in moment.back)
         + sum(share * gradients[number] for number, share in moment.gradients)
         + sum(float(_taken(found, columns.pick[n]) @ np.asarray(s)) for n, s in moment.passing)
         + _remade_bytes(problem, columns, found, moment)
         for moment in problem.moments
     )
     loop = resident + sum(float(found[column]) * size for column, size in columns.added_up)
-    return (loop + sum(saved), resident + sum(gradients), *(loop + m for m in moments))
+    return (loop + sum(saved) - sum(gone), resident + sum(gradients), *(loop + m for m in moments))
 
 
 def _remade_bytes(

@@ -8,8 +8,9 @@ needed by nodes in one layout per choice; arcs of its layout graph change layout
 arc is paid once a phase, however many needs use it. A value that crosses from the forward into
 the backward is *kept* in one layout, which costs memory; the backward starts from there. A class
 of forward nodes may *run again* in the backward instead, if what it reads is kept or runs again
-too; its results start there in the layout its choice gives. What memory holds is counted at the
-end of the forward, at the update and at *moments* in between.
+too; its results start there in the layout its choice gives. What is kept may be *away*, in host
+memory, between its two phases: it is copied there and back over the link. What memory holds is
+counted at the end of the forward, at the update and at *moments* in between.
 """
 
 from __future__ import annotations
@@ -102,6 +103,7 @@ class Moment:
             the value is not kept.
         held: (rerun, bytes under every choice of its entry): what is held if it has run.
         passing: (node, bytes of every choice): what is made and read in the same phase.
+        back: (value, share of what is kept of it that is held here even if it was away).
     """
 
     name: str
@@ -111,6 +113,41 @@ class Moment:
     through: tuple[tuple[int, int, int], ...]
     held: tuple[tuple[int, tuple[float, ...]], ...]
     passing: tuple[tuple[int, tuple[float, ...]], ...] = ()
+    back: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leave:
+    """How a value may be away.
+
+    Attributes:
+        seconds: Of copying each kept layout one way over the link, all members.
+        lost_s: Seconds of the step that copying each kept layout there and back costs even where
+            it hides: what it takes from compute and to issue it.
+        least: Share of the members that must be away; ``most`` that may.
+    """
+
+    seconds: tuple[float, ...]
+    lost_s: tuple[float, ...]
+    least: float = 0.0
+    most: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """The link to host memory, and what its copies hide behind.
+
+    Attributes:
+        early: (node, seconds of every choice) of compute in the forward.
+        late: The same in the backward, beside what runs again.
+        host_limit_bytes: What all that is away may take of host memory.
+        hides: Part of that compute beside which there is something to copy.
+    """
+
+    early: tuple[tuple[int, tuple[float, ...]], ...]
+    late: tuple[tuple[int, tuple[float, ...]], ...]
+    host_limit_bytes: float
+    hides: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +169,7 @@ class Value:
         no_keep: Layouts that may not be kept (a gathered parameter under ZeRO-3).
         rerun: The entry of ``Problem.reruns`` that makes it again, if one may.
         again: Reads of classes that may run again.
+        leave: How it may be away; None if it may not.
     """
 
     name: str
@@ -148,6 +186,7 @@ class Value:
     no_keep: frozenset[int] = frozenset()
     rerun: int | None = None
     again: tuple[Again, ...] = ()
+    leave: Leave | None = None
 
     @property
     def crosses(self) -> bool:
@@ -166,6 +205,7 @@ class Problem:
         fixed_bytes: Memory used whatever is chosen.
         reruns: What may run again.
         moments: Where else memory is counted.
+        link: Over which values leave; None if none may.
     """
 
     nodes: tuple[Choices, ...]
@@ -174,6 +214,7 @@ class Problem:
     fixed_bytes: float = 0.0
     reruns: tuple[Rerun, ...] = ()
     moments: tuple[Moment, ...] = ()
+    link: Link | None = None
 
 
 Shares = tuple[tuple[int, float], ...]
@@ -193,6 +234,7 @@ class Solution:
             ``choice`` then has the largest share.
         kept_shares: The same of layouts kept.
         rerun_shares: Share of the members of every rerun that run again.
+        away_shares: Of values that are away, the layouts and the share of all members in each.
         objective_s: Seconds of the solution; ``bound_s`` the proven least.
         seconds: Time the solver took.
         num_variables: Size of the program.
@@ -206,6 +248,7 @@ class Solution:
     choice_shares: Mapping[int, Shares] = field(default_factory=dict)
     kept_shares: Mapping[int, Shares] = field(default_factory=dict)
     rerun_shares: tuple[float, ...] = ()
+    away_shares: Mapping[int, Shares] = field(default_factory=dict)
     objective_s: float = float("inf")
     bound_s: float = 0.0
     seconds: float = 0.0

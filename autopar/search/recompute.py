@@ -86,6 +86,16 @@ class Recompute:
             name: copy for names in self.analysis.folding.classes for copy, name in enumerate(names)
         }
 
+    def may_leave(self, name: str) -> bool:
+        """Whether what a node makes can wait for the backward in host memory."""
+        analysis = self.analysis
+        node = analysis.graph.by_name[name]
+        if node.op in SOURCE_OPS or node.phase is not Phase.FORWARD or name in self._results:
+            return False
+        if self.in_loop and name not in analysis.looped:
+            return False
+        return not any(reader in analysis.behind for reader in self._forward_readers(name))
+
     @cached_property
     def _results(self) -> frozenset[str]:
         graph = self.analysis.graph
@@ -217,15 +227,34 @@ class Recompute:
 
     def kept(self, group: tuple[Ref, ...], moment: int) -> int:
         """Of how many values what is kept is held at a moment, beside what passes."""
-        if group not in self._spans:
-            spans = [(*self._lives.get(r, (NEVER, NEVER)), self.last_read(r)) for r in group]
-            self._spans[group] = np.array(spans).T
-        made, last, until = self._spans[group]
+        made, last, until, _ = self._spans_of(group)
         return int(np.count_nonzero((made <= moment) & (last < moment) & (moment <= until)))
+
+    def back(self, group: tuple[Ref, ...], moment: int) -> int:
+        """Of how many of them the backward has begun to read by then."""
+        made, last, until, again = self._spans_of(group)
+        held = (made <= moment) & (last < moment) & (moment <= until)
+        return int(np.count_nonzero(held & (again <= moment)))
+
+    def _spans_of(self, group: tuple[Ref, ...]) -> NDArray[np.int64]:
+        """Where values are made, last read in that phase, last read, first read in the backward."""
+        if group not in self._spans:
+            spans = [
+                (*self._lives.get(r, (NEVER, NEVER)), self.last_read(r), self._first_read(r))
+                for r in group
+            ]
+            self._spans[group] = np.array(spans).T
+        return self._spans[group]
+
+    def _first_read(self, ref: Ref) -> int:
+        """Where the backward first reads a value, itself or to run something again."""
+        early, late = self._reading.get(ref, ([], []))
+        again = [self._earliest[name] for name in early if self.runs_again(name)]
+        return min(late or again, default=len(self.analysis.graph.nodes))
 
     @cached_property
     def _spans(self) -> dict[tuple[Ref, ...], NDArray[np.int64]]:
-        """Where values are made, last read in that phase and last read at all, as asked for."""
+        """Where values are made and read, as asked for."""
         return {}
 
     @cached_property

@@ -31,7 +31,8 @@ class Restrictions:
         zero: Forced ZeRO stage over the data-parallel axes, or None.
         parameters: ``hint.shard`` and ``hint.replicate``.
         stored: Stored shardings that are given, because the parameters exist.
-        recompute: Modules whose activations run again in the backward; ``keep`` those whose do not.
+        recompute: Modules whose activations run again in the backward; ``keep`` those whose are
+            kept; ``offload`` those whose are kept in host memory.
     """
 
     zero: int | None = None
@@ -39,6 +40,7 @@ class Restrictions:
     stored: Mapping[str, Sharding] = field(default_factory=dict)
     recompute: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
+    offload: tuple[str, ...] = ()
 
 
 class RoleFilter:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -55,10 +55,11 @@ def brute_force(problem: Problem) -> float | None:
     best: float | None = None
     for choice in itertools.product(*(range(len(n.seconds)) for n in problem.nodes)):
         for again in itertools.product((False, True), repeat=len(problem.reruns)):
-            for keeps in itertools.product(*_keep_options(problem, again)):
-                if not _fits(problem, choice, again, keeps):
+            for keeps, away in _places(problem, again):
+                if not _fits(problem, choice, again, keeps, away):
                     continue
-                total = sum(n.seconds[c] for n, c in zip(problem.nodes, choice, strict=True))
+                total = _link_s(problem, choice, again, keeps, away)
+                total += sum(n.seconds[c] for n, c in zip(problem.nodes, choice, strict=True))
                 total += sum(
                     r.seconds[choice[r.node]]
                     for r, runs in zip(problem.reruns, again, strict=True)
@@ -75,6 +76,44 @@ def brute_force(problem: Problem) -> float | None:
 
 Again = Sequence[bool]
 """Whether each rerun runs."""
+
+Away = Sequence[bool]
+"""Whether each value is in host memory between its phases."""
+
+
+def _places(problem: Problem, again: Again) -> Iterator[tuple[Sequence[int | None], Away]]:
+    """What is kept of every value, and whether it is away."""
+    for keeps in itertools.product(*_keep_options(problem, again)):
+        options = []
+        for value, keep in zip(problem.values, keeps, strict=True):
+            may = problem.link is not None and value.leave is not None and keep is not None
+            least = value.leave.least if problem.link and value.leave and value.crosses else 0
+            options.append([n for n in (False, True) if n >= least and (may or not n)])
+        yield from ((keeps, away) for away in itertools.product(*options))
+
+
+def _link_s(
+    problem: Problem, choice: Sequence[int], again: Again, keeps: Sequence[int | None], away: Away
+) -> float:
+    """Seconds that copies add; infinite if host memory is too small."""
+    link = problem.link
+    gone = [
+        (v, v.leave, k)
+        for v, k, gone in zip(problem.values, keeps, away, strict=True)
+        if gone and v.leave is not None and k is not None
+    ]
+    if link is None or not gone:
+        return 0.0
+    if sum(v.kept_bytes[k] for v, _, k in gone) > link.host_limit_bytes:
+        return float("inf")
+    copied = sum(leave.seconds[k] for _, leave, k in gone)
+    early = sum(seconds[choice[n]] for n, seconds in link.early)
+    late = sum(seconds[choice[n]] for n, seconds in link.late)
+    late += sum(
+        r.seconds[choice[r.node]] for r, runs in zip(problem.reruns, again, strict=True) if runs
+    )
+    exposed = sum(max(0.0, copied - link.hides * hidden) for hidden in (early, late))
+    return exposed + sum(leave.lost_s[k] for _, leave, k in gone)
 
 
 def _keep_options(problem: Problem, again: Again) -> list[list[int | None]]:
@@ -95,7 +134,7 @@ def _keep_options(problem: Problem, again: Again) -> list[list[int | None]]:
 
 
 def _fits(
-    problem: Problem, choice: Sequence[int], again: Again, keeps: Sequence[int | None]
+    problem: Problem, choice: Sequence[int], again: Again, keeps: Sequence[int | None], away: Away
 ) -> bool:
     if problem.memory_limit_bytes is None:
         return True
@@ -106,7 +145,8 @@ def _fits(
         0.0 if k is None or (v.persistent and v.gives[choice[v.producer]] == k) else v.kept_bytes[k]
         for v, k in zip(problem.values, keeps, strict=True)
     ]
-    sums = [sum(kept), sum(gradients)]
+    here = [0.0 if gone else size for size, gone in zip(kept, away, strict=True)]
+    sums = [sum(here), sum(gradients)]
     for moment in problem.moments:
         ran = {n for n in moment.needed if again[n]}
         while True:
@@ -120,7 +160,8 @@ def _fits(
             ran |= more
         held = [h[choice[problem.reruns[n].node]] for n, h in moment.held if n in ran and again[n]]
         sums.append(
-            sum(share * kept[number] for number, share in moment.kept)
+            sum(share * here[number] for number, share in moment.kept)
+            + sum(share * kept[number] for number, share in moment.back if away[number])
             + sum(share * gradients[number] for number, share in moment.gradients)
             + sum(size[choice[number]] for number, size in moment.passing)
             + sum(held)

@@ -16,6 +16,7 @@ from autopar.lower.program import (
     ALL_REDUCE,
     ALL_TO_ALL,
     COLLECTIVES,
+    COPIES,
     MICROBATCH,
     REDUCE_SCATTER,
     WAIT,
@@ -109,6 +110,9 @@ def _local(program: Program, at: int, env: dict[Ref, torch.Tensor]) -> None:
         return
     if instruction.op == ACCUMULATE:
         env[Ref(instruction.name)] = env[instruction.operands[0]]
+        return
+    if instruction.op in COPIES:
+        env[Ref(instruction.name)] = env[instruction.operands[0]].clone()
         return
     if instruction.op == WAIT:
         env[Ref(instruction.name)] = env[instruction.operands[0]]

@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 from autopar.cost.node import NodeCost, axis_seconds
-from autopar.ir.graph import Phase
+from autopar.ir.graph import SOURCE_OPS, Phase
 from autopar.ir.sharding import Mesh
 from autopar.plan.records import StagePlan
 from autopar.search.analysis import Analysis
@@ -56,3 +56,18 @@ def recomputing(analysis: Analysis, stage: StagePlan, draw: random.Random) -> St
         if analysis.graph.by_name[plan.name].phase is Phase.FORWARD and draw.random() < share
     ]
     return replace(stage, recomputed=tuple(names))
+
+
+def offloading(analysis: Analysis, stage: StagePlan, draw: random.Random) -> StagePlan:
+    """The stage with a random part of what it keeps offloaded: some, or all."""
+    share = draw.choice((0.3, 0.7, 1.0))
+    by_name = analysis.graph.by_name
+    again = set(stage.recomputed)
+    names = [
+        value
+        for value in stage.kept
+        if by_name[value.partition(":")[0]].op not in SOURCE_OPS
+        and value.partition(":")[0] not in again
+        and draw.random() < share
+    ]
+    return replace(stage, offloaded=tuple(names))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,9 +20,10 @@ from autopar.capture.random import make_key
 from autopar.cost.node import axis_seconds
 from autopar.hint import degrees
 from autopar.ir.sharding import Mesh
-from autopar.lower.live import byte_changes, live_bytes, storages
+from autopar.lower.live import DEVICE, HOST, byte_changes, live_bytes, storages
 from autopar.lower.overlap import overlap
 from autopar.lower.program import Program
+from autopar.lower.simulate import Prices, prices
 from autopar.lower.spmd import lower
 from autopar.lower.strides import dense, is_dense, ordered_like, viewed
 from autopar.plan.records import StagePlan
@@ -30,7 +32,7 @@ from autopar.search.analysis import Analysis, analyse
 from cost_models.cluster import Cluster
 from tests.autopar.capture import models
 from tests.oracles.live import counted_peaks
-from tests.oracles.random_plans import random_stage, recomputing
+from tests.oracles.random_plans import offloading, random_stage, recomputing
 
 Loss = Callable[[Any, Any], Any]
 
@@ -91,12 +93,12 @@ class Subject:
         )
         return make_plan(self.analysis, request).stage
 
-    def programs(self, stage: StagePlan) -> list[Program]:
+    def programs(self, stage: StagePlan, cost: Prices | None = None) -> list[Program]:
         mesh = stage.mesh
         seconds = axis_seconds(Cluster.local(mesh.num_ranks), mesh)
         graph, rules = self.analysis.graph, self.analysis.rules
         return [
-            overlap(lower(graph, rules, stage, mesh.coordinates(rank), seconds))
+            overlap(lower(graph, rules, stage, mesh.coordinates(rank), seconds), cost)
             for rank in range(mesh.num_ranks)
         ]
 
@@ -112,16 +114,26 @@ def test_live_bytes_are_exact_in_mixed_precision(plan: str) -> None:
     assert_same_bytes(subject, subject.planned(*PLANS[plan]))
 
 
-def assert_same_bytes(subject: Subject, stage: StagePlan) -> None:
+def copying(link_bytes_per_s: float) -> Prices:
+    """Prices of a device with a host link."""
+    seconds = axis_seconds(Cluster.local(1), Mesh(("a",), (1,)))
+    own = prices(Cluster.local(1).device(0), seconds)
+    return replace(own, host_link_bytes_per_s=link_bytes_per_s)
+
+
+def assert_same_bytes(subject: Subject, stage: StagePlan, cost: Prices | None = None) -> None:
     """Every allocation of every rank leaves as many bytes as simulated."""
-    programs = subject.programs(stage)
+    programs = subject.programs(stage, cost)
     counts, _ = counted_peaks(programs, subject.values)
     for program, count in zip(programs, counts, strict=True):
         memory = storages(program)
-        live = live_bytes(byte_changes(program, memory))[:, 0].tolist()
+        everything = live_bytes(byte_changes(program, memory))
+        live = everything[:, DEVICE].tolist()
         assert max(live) == count.peak_bytes
-        made = sorted({memory.made[ref] for ref, size in memory.num_bytes.items() if size})
+        here = {ref: s for ref, s in memory.num_bytes.items() if ref not in memory.on_host}
+        made = sorted({memory.made[ref] for ref, size in here.items() if size})
         assert [live[at] for at in made] == [now for _, now in count.history]
+        assert everything[:, HOST].max() == count.host_peak_bytes
 
 
 @pytest.mark.parametrize("plan", list(PLANS))
@@ -140,6 +152,17 @@ def test_simulated_bytes_are_those_counted_under_recompute(subject: Subject) -> 
     again = recomputing(subject.analysis, stage, random.Random(3))
     assert again.recomputed
     assert_same_bytes(subject, again)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_simulated_bytes_are_those_counted_under_offload(subject: Subject, seed: int) -> None:
+    """On the device and on the host, with copies beside compute of any speed."""
+    stage = random_stage(subject.analysis, Mesh(("a",), (1 + seed % 2,)), seed=5)
+    stage = offloading(subject.analysis, stage, random.Random(seed))
+    if seed:
+        stage = recomputing(subject.analysis, stage, random.Random(seed))
+    assert stage.offloaded
+    assert_same_bytes(subject, stage, copying(link_bytes_per_s=10.0 ** (6 + seed)))
 
 
 @pytest.mark.parametrize("seed", range(200))

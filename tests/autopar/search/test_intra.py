@@ -10,7 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.search.intra import least_bytes, solve
-from autopar.search.problem import Again, Arc, Choices, Moment, Need, Problem, Rerun, Value
+from autopar.search.problem import (
+    Again,
+    Arc,
+    Choices,
+    Leave,
+    Link,
+    Moment,
+    Need,
+    Problem,
+    Rerun,
+    Value,
+)
 from tests.oracles.brute import brute_force
 
 
@@ -117,6 +128,44 @@ def recomputing_problems(draw: st.DrawFn) -> Problem:
     return replace(plain, values=tuple(values), reruns=reruns, moments=moments)
 
 
+@st.composite
+def offloading_problems(draw: st.DrawFn) -> Problem:
+    """Problems in which some values may also be away, in host memory of some size."""
+    plain = draw(recomputing_problems())
+    cost = st.integers(0, 20).map(float)
+    values = []
+    for value in plain.values:
+        leave = None
+        if not value.persistent and draw(st.booleans()):
+            leave = Leave(
+                seconds=tuple(draw(cost) for _ in value.kept_bytes),
+                lost_s=tuple(1e-3 + draw(st.integers(0, 2)) for _ in value.kept_bytes),
+                least=draw(st.sampled_from((0.0, 0.0, 0.0, 1.0))),
+            )
+        values.append(replace(value, leave=leave))
+    phases = [
+        tuple((n, node.seconds) for n, node in enumerate(plain.nodes) if draw(st.booleans()))
+        for _ in range(2)
+    ]
+    link = Link(
+        early=phases[0],
+        late=phases[1],
+        host_limit_bytes=draw(st.integers(0, 20)) * 2.0**28,
+        hides=draw(st.sampled_from((0.0, 0.5, 1.0))),
+    )
+    moments = tuple(
+        replace(m, back=tuple(kept for kept in m.kept if draw(st.booleans())))
+        for m in plain.moments
+    )
+    return replace(plain, values=tuple(values), link=link, moments=moments)
+
+
+@settings(max_examples=100, deadline=None)
+@given(offloading_problems())
+def test_offload_and_recompute_equal_brute_force(problem: Problem) -> None:
+    test_program_equals_brute_force.hypothesis.inner_test(problem)  # type: ignore[attr-defined]
+
+
 @settings(max_examples=200, deadline=None)
 @given(recomputing_problems())
 def test_recompute_equals_brute_force(problem: Problem) -> None:
@@ -124,7 +173,7 @@ def test_recompute_equals_brute_force(problem: Problem) -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(recomputing_problems())
+@given(offloading_problems())
 def test_memory_sums_are_those_of_the_limit(problem: Problem) -> None:
     found = solve(problem, gap=0.0)
     if found.choice and problem.memory_limit_bytes is not None:

@@ -1,0 +1,89 @@
+"""Copies to host memory and back, as programs start and await them.
+
+On CUDA each direction has a stream of its own and host memory is pinned; a copy runs beside the
+compute that was issued behind it. On CPU, host memory is the same memory: the copies are real
+tensors all the same, made by ops of their own, so that whoever counts bytes can tell them apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from autopar.capture.library import define, implement
+
+define("to_host(Tensor value) -> Tensor")
+define("to_device(Tensor value) -> Tensor")
+
+
+def _copied(value: Tensor) -> Tensor:
+    return value.clone(memory_format=torch.preserve_format)
+
+
+implement("to_host", _copied, "CPU")
+implement("to_device", _copied, "CPU")
+
+TO_HOST = torch.ops.autopar.to_host.default
+TO_DEVICE = torch.ops.autopar.to_device.default
+
+
+@dataclass(frozen=True, slots=True)
+class _Started:
+    """A copy on its way: what it reads, and when it is done (None: it is)."""
+
+    source: Tensor
+    done: torch.cuda.Event | None = None
+
+
+@dataclass(eq=False)
+class Copies:
+    """The copies of one module; every one is awaited in the module that starts it.
+
+    Attributes:
+        device: Where the programs compute.
+    """
+
+    device: torch.device
+    _started: dict[int, _Started] = field(default_factory=dict)
+    _streams: dict[str, torch.cuda.Stream] = field(default_factory=dict)
+
+    def to_host(self, value: Tensor) -> Tensor:
+        """Start a copy to host memory, laid out as ``value`` is."""
+        if self.device.type == "cpu":
+            return self._begun(TO_HOST(value), value)
+        room = torch.empty_like(value, device="cpu", pin_memory=True)
+        return self._beside("to_host", room, value)
+
+    def to_device(self, value: Tensor) -> Tensor:
+        """Start a copy of what is in host memory to the device."""
+        if self.device.type == "cpu":
+            return self._begun(TO_DEVICE(value), value)
+        room = torch.empty_like(value, device=self.device)
+        return self._beside("to_device", room, value)
+
+    def wait(self, value: Tensor) -> Tensor:
+        """What is computed from here on finds the copy done; what it read is let go."""
+        started = self._started.pop(id(value))
+        if started.done is not None:
+            torch.cuda.current_stream(self.device).wait_event(started.done)
+        return value
+
+    def _begun(self, room: Tensor, source: Tensor) -> Tensor:
+        self._started[id(room)] = _Started(source)
+        return room
+
+    def _beside(self, direction: str, room: Tensor, source: Tensor) -> Tensor:
+        """Copy on the stream of a direction, behind all that was issued so far."""
+        stream = self._streams.get(direction)
+        if stream is None:
+            stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            self._streams[direction] = stream
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            room.copy_(source, non_blocking=True)
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(stream)
+        self._started[id(room)] = _Started(source, done)
+        return room

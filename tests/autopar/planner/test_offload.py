@@ -1,0 +1,153 @@
+"""Plans that keep values in host memory: when, that they fit, and that they stay exact."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from autopar import hint
+from autopar.capture import capture_step
+from autopar.cost.node import axis_seconds
+from autopar.errors import AutoparError
+from autopar.hint import Hint
+from autopar.lower.overlap import overlap
+from autopar.lower.simulate import prices
+from autopar.lower.spmd import lower
+from autopar.plan.records import Plan
+from autopar.plan.serialize import from_json, to_json
+from autopar.planner.driver import Request, make_plan
+from autopar.report.diff import diff
+from autopar.search.analysis import Analysis, analyse
+from cost_models.cluster import Cluster
+from tests.oracles.hosts import hosted
+from tests.oracles.live import counted_peaks
+from tests.oracles.models import gpt2
+from tests.oracles.pipeline import values_of
+
+BUILT = gpt2(layers=6, batch=8)
+LINKS = (1e8, 1e9, 2e10)
+"""Bytes a second: copies that hide hardly, in part, and wholly."""
+
+
+@pytest.fixture(scope="module")
+def captured() -> tuple[Analysis, Any]:
+    found = capture_step(*BUILT, grad=True)
+    return analyse(found.graph), found
+
+
+def planned(analysis: Analysis, cluster: Cluster, *hints: Hint) -> Plan:
+    hints = (hint.microbatches(1), *hints)
+    return make_plan(analysis, Request(model="m", fingerprint="f", cluster=cluster, hints=hints))
+
+
+def within(analysis: Analysis, cluster: Cluster, part: float, *hints: Hint) -> Plan:
+    """The plan within a part of what the fastest takes."""
+    free = planned(analysis, cluster)
+    limit = int(part * free.prediction.memory.total_bytes)
+    return planned(analysis, cluster, hint.memory_limit(limit), *hints)
+
+
+@pytest.mark.parametrize(("ranks", "link"), list(zip((1, 2, 1), LINKS, strict=True)))
+def test_predicted_bytes_are_counted_and_nothing_changes_to_the_bit(
+    captured: tuple[Analysis, Any], ranks: int, link: float
+) -> None:
+    analysis, found = captured
+    cluster = hosted(ranks, link)
+    plan = within(analysis, cluster, 0.6)
+    assert plan.stage.offloaded
+    assert from_json(to_json(plan)) == plan
+    mesh = plan.mesh
+    seconds = axis_seconds(cluster, mesh)
+    cost = prices(cluster.device(0), seconds)
+    lowered = [
+        lower(analysis.graph, analysis.rules, stage, mesh.coordinates(rank), seconds)
+        for stage in (plan.stage,)
+        for rank in range(mesh.num_ranks)
+    ]
+    values = values_of(BUILT[0], BUILT[1], analysis, found)
+    counts, results = counted_peaks([overlap(program, cost) for program in lowered], values)
+    memory = plan.prediction.memory
+    entered = memory.parameters_bytes + memory.inputs_bytes + memory.buffers_bytes
+    peaks = [entered + memory.optimizer_bytes + count.peak_bytes for count in counts]
+    assert max(peaks) == memory.total_bytes
+    assert max(count.host_peak_bytes for count in counts) == memory.host_bytes
+    plain = planned(analysis, cluster)
+    if plain.stage.nodes != plan.stage.nodes:
+        return
+    programs = [
+        lower(analysis.graph, analysis.rules, plain.stage, mesh.coordinates(rank), seconds)
+        for rank in range(mesh.num_ranks)
+    ]
+    _, wanted = counted_peaks([overlap(program, cost) for program in programs], values)
+    for rank in range(mesh.num_ranks):
+        for one, other in zip(results[rank], wanted[rank], strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_nothing_leaves_or_runs_again_where_everything_fits(
+    captured: tuple[Analysis, Any], link: float
+) -> None:
+    plan = planned(captured[0], hosted(1, link))
+    assert not plan.stage.offloaded and not plan.stage.recomputed
+    assert not plan.prediction.copies and plan.prediction.memory.host_bytes == 0
+
+
+@pytest.mark.parametrize("link", LINKS[:2])
+def test_more_memory_is_never_slower_and_both_together_never_slower_than_one(
+    captured: tuple[Analysis, Any], link: float
+) -> None:
+    analysis, _ = captured
+    times, recomputing = [], []
+    for part in (0.55, 0.75, 0.9, 1.0):
+        times.append(within(analysis, hosted(1, link), part).prediction.step_s)
+        recomputing.append(within(analysis, Cluster.local(1), part).prediction.step_s)
+    assert all(more <= less * (1 + 1e-9) for less, more in pairwise(times))
+    assert all(both <= one * (1 + 1e-9) for both, one in zip(times, recomputing, strict=True))
+    assert times[0] < recomputing[0]
+
+
+def test_a_hint_says_what_leaves(captured: tuple[Analysis, Any]) -> None:
+    analysis, _ = captured
+    plan = planned(analysis, hosted(1, 1e9), hint.offload("*.h.1.mlp"))
+    modules = {plan.modules[value.partition(":")[0]] for value in plan.stage.offloaded}
+    assert modules and all(module.startswith("transformer.h.1.mlp") for module in modules)
+    assert not plan.stage.recomputed
+    saving = sum(s.saved_bytes for s in plan.prediction.savings)
+    assert saving == plan.prediction.memory.host_bytes
+    assert sum(copy.num_bytes for copy in plan.prediction.copies) == 2 * saving
+    text = str(plan)
+    assert "offloaded to host memory" in text and "host copies" in text
+    assert "offloaded to host memory" in plan.explain("h.1.mlp")
+    assert "offloaded to host memory" in diff(planned(analysis, hosted(1, 1e9)), plan)
+
+
+def test_what_a_hint_keeps_does_not_leave(captured: tuple[Analysis, Any]) -> None:
+    analysis, _ = captured
+    plan = within(analysis, hosted(1, 2e10), 0.85, hint.keep("*.mlp"))
+    modules = {plan.modules[value.partition(":")[0]] for value in plan.stage.offloaded}
+    assert modules and not any(".mlp" in module for module in modules)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "hints", "words"),
+    [
+        (Cluster.local(1), (hint.offload("*.mlp"),), "host memory is its own memory"),
+        (hosted(1, 1e9, host_bytes=0), (hint.offload("*.mlp"),), "has no host memory"),
+        (hosted(1, 1e9), (hint.offload("*.mpl"),), "did you mean"),
+        (
+            hosted(1, 1e9),
+            (hint.offload("*.mlp"), hint.recompute("*.h.*")),
+            "forgets its activations, the other keeps them in host memory",
+        ),
+        (hosted(1, 1e9), (hint.offload("*.h.*"), hint.keep("*.mlp")), "on the device"),
+    ],
+)
+def test_wrong_hints_are_refused(
+    captured: tuple[Analysis, Any], cluster: Cluster, hints: tuple[Hint, ...], words: str
+) -> None:
+    with pytest.raises(AutoparError, match=words):
+        planned(captured[0], cluster, *hints)
