@@ -1,7 +1,7 @@
 """Table of devices: peaks from vendors' data sheets, efficiencies fitted to published kernels.
 
 Peaks are dense (no structured sparsity) at the boost clock. Memory is the vendor's size in binary
-units where that is what software finds (16 to 96 GB parts), and what software finds on the others;
+units (32 to 96 GB parts but V100), and what software finds on the others;
 bandwidths are decimal. Host memory is an even share of what the vendor's reference machine holds.
 `launch_s` and `host_op_s` are eager PyTorch 2.x: 5 to 8 us an op on the host (profiles of public
 training runs, 2023 to 2024), about 2 us between kernels of a full queue.
@@ -41,15 +41,18 @@ AMPERE = Efficiency(
 )
 VOLTA = replace(
     AMPERE,
-    matmul_best=0.67,
+    matmul_best=0.78,
     matmul_best_at={"fp32": 0.92, "fp64": 0.92, "bf16": 0.92},
     matmul_half_flops=2.5e9,
     attention_forward_best=0.40,
     attention_backward_best=0.30,
+    memory_best=0.83,
     memory_half_bytes=2e6,
     source=(
-        "fitted 2026-11-30 to published V100 profiles: 0.12 of the fp16 peak below 3 GFLOP to 0.66 "
-        "above 300, with their 50 us of profiling taken off; attention, fp32 and memory recalled"
+        "fitted 2026-11-30: small matmuls to published V100 profiles (0.12 of the fp16 peak below "
+        "3 GFLOP, with their 50 us of profiling taken off), large ones, which those have at 0.66, "
+        "to whole steps at 0.57 of the peak (Megatron-LM, 2020), which leave 0.78; memory 750 of "
+        "900 GB/s (Jia et al., arXiv 1804.06826, 2018); attention and fp32 recalled"
     ),
 )
 HOPPER = replace(
@@ -57,15 +60,24 @@ HOPPER = replace(
     matmul_best=0.72,
     matmul_best_at={"fp32": 0.85, "fp64": 0.85, "fp8": 0.64},
     matmul_half_flops=5e9,
-    attention_forward_best=0.38,
-    attention_backward_best=0.32,
+    attention_forward_best=0.545,
+    attention_backward_best=0.525,
     memory_half_bytes=7e6,
     source=(
         "2026-11-30: matmul 0.90 of the best shape of the MAMF table of ml-engineering (794.5 "
         "bf16, 1402.6 fp8), between what sharded data-parallel runs imply for H100 (llm-foundry, "
-        "2023: 0.67 of peak) and H200 (KempnerForge, 2026: 0.755); attention is FlashAttention-2, "
-        "PyTorch's default, at 335 TFLOP/s forward and backward (arXiv 2307.08691); fp32, fp64 and "
-        "memory recalled"
+        "2023: 0.67 of peak) and H200 (KempnerForge, 2026: 0.755); attention is cuDNN's, which "
+        "PyTorch takes on Hopper since 2.5: 539 TFLOP/s causal forward, 518 backward at head "
+        "dim 128 (figures 5 and 6 of arXiv 2407.08608, 2024); fp32, fp64 and memory recalled"
+    ),
+)
+HOPPER_FLASH = replace(
+    HOPPER,
+    attention_forward_best=0.375,
+    attention_backward_best=0.325,
+    source=(
+        f"{HOPPER.source}; but attention is FlashAttention-2's, as of PyTorch before 2.5: 370 "
+        "TFLOP/s forward, 322 backward at head dim 128 (figures 5 and 6 of arXiv 2407.08608)"
     ),
 )
 BLACKWELL = replace(
@@ -101,14 +113,17 @@ _V100 = Device(
         "bf16": 15.7 * TFLOPS,
         "fp16": 125 * TFLOPS,
     },
-    memory_bytes=16 * GIB,
+    memory_bytes=int(15.78 * GIB),
     memory_bytes_per_s=0.9 * TB,
     host_memory_bytes=64 * GIB,
     host_link_bytes_per_s=12 * GB,
     launch_s=2.5e-6,
     host_op_s=8e-6,
     efficiency=VOLTA,
-    source="NVIDIA V100 SXM2 data sheet, 2020; bf16 runs on the fp32 units; PCIe 3 x16 recalled",
+    source=(
+        "NVIDIA V100 SXM2 data sheet, 2020; bf16 runs on the fp32 units; PCIe 3 x16 recalled; "
+        "memory as PyTorch's out-of-memory errors state it"
+    ),
 )
 _A100 = Device(
     kind="A100-40GB",
@@ -213,12 +228,13 @@ _L4 = Device(
         AMPERE,
         matmul_best=0.53,
         matmul_half_flops=1e9,
-        attention_forward_best=0.45,
-        attention_backward_best=0.38,
+        attention_forward_best=0.37,
+        attention_backward_best=0.32,
         memory_half_bytes=6e5,
         source=(
             "2026-11-30: published runs at 1050 MHz, near what 72 W sustains, reach 0.39 to 0.53 "
-            "of the peak in products; attention and memory recalled"
+            "of the peak in products; attention is that of A100 at 1050 of the 2040 MHz that the "
+            "peak is for; memory recalled"
         ),
     ),
     source="NVIDIA L4 data sheet, 2023; PCIe 4 x8",
@@ -311,7 +327,7 @@ _CPU_CORE = Device(
 
 _TABLE = (
     _V100,
-    replace(_V100, kind="V100-32GB", memory_bytes=32 * GIB),
+    replace(_V100, kind="V100-32GB", memory_bytes=int(31.75 * GIB)),
     _A100,
     replace(
         _A100,

@@ -208,6 +208,35 @@ def gpt_layer_saved_bytes(layer: LayerShape, saved: Saved) -> float:
             return layer.input_bytes / ranks
 
 
+def dropout_mask_bytes(
+    *,
+    batch: int,
+    seq: int,
+    hidden: int,
+    heads: int,
+    tensor_ranks: int = 1,
+    sequence_parallel: bool = False,
+) -> float:
+    """Bytes of the masks that a layer's dropouts keep, one byte an element.
+
+    Two behind attention and feed-forward part, ``s b h`` each, and that of the weights of an
+    unfused attention, ``a s^2 b``; fused attention (`heads` 0) draws its mask again.
+
+    Args:
+        batch: Sequences of a microbatch.
+        seq: Their length.
+        hidden: Hidden size.
+        heads: Attention heads whose weights are dropped in memory.
+        tensor_ranks: Ranks of tensor parallelism, which split the weights.
+        sequence_parallel: Whether they split the other two as well.
+
+    Source:
+        Korthikanti et al., arXiv 2205.05198, 2022, section 4.1.
+    """
+    behind = 2 * seq * batch * hidden / (tensor_ranks if sequence_parallel else 1)
+    return behind + heads * seq**2 * batch / tensor_ranks
+
+
 def routed_input_bytes(layer: LayerShape, *, experts_per_token: int, layers: int = 1) -> int:
     """Bytes that layers of experts keep under full recomputation: inputs and routing.
 

@@ -1,4 +1,4 @@
-"""A published row predicted: pinned plan, lowered program, simulated; closed forms around it."""
+"""A published row predicted: pinned plan, lowered program, simulated; a schedule around it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import cache
 
 from autopar.cost.kernel import is_causal
 from autopar.cost.node import NodeCost, axis_seconds, update_bytes_per_s
+from autopar.cost.reshard import CollectiveSeconds
 from autopar.ir.graph import Phase, Ref
 from autopar.ir.sharding import Mesh
 from autopar.lower.live import byte_changes, live_bytes, storages
@@ -15,18 +16,16 @@ from autopar.lower.overlap import overlap
 from autopar.lower.program import COLLECTIVES, WAIT, Program
 from autopar.lower.simulate import Prices, prices, simulate
 from autopar.lower.spmd import lower
+from autopar.schedules import SCHEDULES, ChunkTime, Costs, Schedule, Size
+from autopar.schedules import simulate as run_schedule
 from autopar.search.analysis import analyse
 from cost_models.cluster import Cluster
-from cost_models.collectives import axis_link, collective_s, send_s
+from cost_models.collectives import AxisLink, axis_link, collective_s, send_s
+from cost_models.memory import dropout_mask_bytes
 from cost_models.overlap import compute_collective, exposed_reduction_s
-from cost_models.pipeline import (
-    StageTime,
-    interleaved_live,
-    interleaved_s,
-    one_f_one_b_live,
-    one_f_one_b_s,
-)
+from cost_models.pipeline import StageTime, one_f_one_b_s
 from tests.benchmarks.pinned import pin, stored_shardings
+from tests.benchmarks.run import Run
 from tests.benchmarks.templates import Sizes, Style, step_graph
 
 EAGER_OP_S = 22e-6
@@ -39,66 +38,12 @@ nor autograd; they take ``Device.host_op_s``.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """What a row ran.
-
-    Attributes:
-        style: How the framework writes a layer.
-        sizes: Of a microbatch of one data-parallel rank.
-        layers: Of the whole model.
-        dtype: Of products.
-        cluster: Where; ``tp``, ``dp``, ``pp`` degrees on it, innermost first.
-        chunks: Virtual stages of a rank.
-        schedule: ``1f1b``, ``interleaved``, ``zb-1p`` or ``zb-2p``.
-        microbatches: Of a step.
-        zero: ZeRO stage over ``dp``; 3 is FSDP, gathered in every microbatch.
-        sequence_parallel: Over ``tp``.
-        recompute: ``none``, ``full``, ``attention``, ``half`` (every other layer) or ``op``.
-        overlap_reduction: Whether gradients are reduced beside the backward.
-        state_bytes: Of optimizer and master copies, bytes a parameter.
-        parameter_bytes: Of the copy that computes; ``gradient_bytes`` of its gradient.
-        uneven_ends: First and last stage hold a layer less.
-        holds_logits: The caller keeps the logits, also in fp32, through the backward.
-        keeps_gathered: Gathered parameters stay from the forward to the end of the backward.
-    """
-
-    style: Style
-    sizes: Sizes
-    layers: int
-    dtype: str
-    cluster: Cluster
-    tp: int
-    dp: int
-    pp: int
-    chunks: int
-    schedule: str
-    microbatches: float
-    zero: int
-    sequence_parallel: bool
-    recompute: str
-    overlap_reduction: bool
-    state_bytes: float
-    parameter_bytes: float
-    gradient_bytes: float
-    uneven_ends: bool = False
-    holds_logits: bool = False
-    keeps_gathered: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Predicted:
-    """Seconds of a step and bytes of the fullest rank."""
-
-    step_s: float
-    peak_bytes: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
     """One microbatch through one layer, and through all that is no layer.
 
     Attributes:
         forward_s: Of the layer; ``backward_s``; both with their collectives.
+        unreduced_s: Of the backward where gradients are not reduced in it.
         rest_forward_s: Of embedding, head and loss; ``rest_backward_s``.
         again_s: Of the layer's forward in a backward that recomputes it, by kind of recomputation.
         weight_s: Of the products for the layer's weight gradients.
@@ -108,6 +53,7 @@ class Unit:
 
     forward_s: float
     backward_s: float
+    unreduced_s: float
     rest_forward_s: float
     rest_backward_s: float
     again_s: Mapping[str, float]
@@ -117,9 +63,16 @@ class Unit:
     working_bytes: float
 
 
-def predict(run: Run) -> Predicted:
-    """Step time and peak memory of a run."""
-    unit = _unit(
+def step_s(run: Run) -> float:
+    """Seconds of a step."""
+    unit = unit_of(run)
+    busy_s, last_backward_s = _schedule_s(run, unit)
+    return busy_s + _update_s(run) + _reduction_s(run, last_backward_s)
+
+
+def unit_of(run: Run) -> Unit:
+    """One microbatch of a run."""
+    return _unit(
         run.style,
         run.sizes,
         run.dtype,
@@ -127,122 +80,147 @@ def predict(run: Run) -> Predicted:
         run.tp,
         run.dp if run.zero == 3 else 1,
         run.sequence_parallel,
+        run.states.reduced_bytes,
     )
-    update_s = _parameters(run) * _update_bytes(run) / update_bytes_per_s(run.cluster.device(0))
-    if run.zero:
-        update_s /= run.dp
-    busy_s, last_backward_s = _schedule_s(run, unit)
-    return Predicted(busy_s + update_s + _reduction_s(run, last_backward_s), _peak_bytes(run, unit))
+
+
+def _update_s(run: Run) -> float:
+    """Of norm, clipping and update: read twice and written once more, gradients; states, both."""
+    states = run.states
+    moved = 2 * (states.parameter_bytes + states.optimizer_bytes) + 4 * states.gradient_bytes
+    rate = update_bytes_per_s(run.cluster.device(0))
+    return run.stage_parameters(0) * moved / run.states_ranks / rate
 
 
 def _schedule_s(run: Run, unit: Unit) -> tuple[float, float]:
     """Seconds of all microbatches on all stages, and of one backward of a stage."""
-    again_s = unit.again_s[run.recompute]
-    backward_s = unit.backward_s + again_s
+    chunks = _chunk_times(run, unit)
+    num = run.num_microbatches
     if run.pp == 1:
-        forward_s = run.layers * unit.forward_s + unit.rest_forward_s
-        whole_s = run.layers * backward_s + unit.rest_backward_s
-        return run.microbatches * (forward_s + whole_s), whole_s
-    counts = [run.layers / run.pp] * run.pp
-    if run.uneven_ends:
-        each = (run.layers + 2) / run.pp
-        counts = [each - 1, *[each] * (run.pp - 2), each - 1]
-    link = axis_link(run.cluster, (run.pp, run.dp, run.tp), 0)
-    sent = 2 * run.sizes.batch * run.sizes.seq * run.sizes.heads * run.sizes.head_dim / run.tp
-    message_s = send_s(sent, link)
-    num = max(1, round(run.microbatches))
-    # Megatron's messages are not hidden: the stage that waits for one computes nothing.
-    blocked_s = message_s * run.chunks
-    stages = [StageTime(n * unit.forward_s + blocked_s, n * backward_s + blocked_s) for n in counts]
-    stages[-1] = StageTime(
-        stages[-1].forward_s + unit.rest_forward_s, stages[-1].backward_s + unit.rest_backward_s
-    )
+        last_s = chunks[0].backward_s
+        if not run.reduces_last:
+            return run.microbatches * (chunks[0].forward_s + last_s), last_s
+        unreduced_s = last_s - run.layers * (unit.backward_s - unit.unreduced_s)
+        return run.microbatches * chunks[0].forward_s + last_s + (num - 1) * unreduced_s, last_s
     if run.schedule == "1f1b":
-        return one_f_one_b_s(stages, num), stages[0].backward_s
-    slowest = max(stages, key=lambda stage: stage.both_s)
-    mean_s = sum(stage.both_s for stage in stages) / run.pp
-    if run.schedule == "interleaved":
-        spread_s = (run.pp - 1) / run.chunks * (slowest.both_s - mean_s)
-        steady_s = interleaved_s(slowest, stages=run.pp, chunks=run.chunks, num_microbatches=num)
-        return steady_s - spread_s, slowest.backward_s / run.chunks
-    weight_s = max(counts) * unit.weight_s
-    delayed = 1 if run.schedule == "zb-1p" else 2
-    bubble_s = (run.pp - 1) * max(0.0, mean_s - delayed * weight_s - weight_s)
-    return num * slowest.both_s + bubble_s, slowest.backward_s
+        stages = [StageTime(chunk.forward_s, chunk.backward_s) for chunk in chunks]
+        return one_f_one_b_s(stages, num), chunks[0].backward_s
+    timeline = run_schedule(table(run, unit), chunks)
+    # Zero-bubble runs check gradients behind the update, so that no barrier ends a step.
+    if SCHEDULES[run.schedule].splits_backward:
+        return timeline.period_s, chunks[0].backward_s
+    return timeline.makespan_s, chunks[0].backward_s
 
 
-def _parameters(run: Run) -> float:
-    """Parameters of the fullest pipeline stage on one rank of ``tp``."""
-    return (_layer_parameters(run) * run.layers / run.pp + _rest_parameters(run)) / run.tp
+def _chunk_times(run: Run, unit: Unit) -> list[ChunkTime]:
+    """Of every chunk, in the order of the model, with Megatron's messages in it.
+
+    Those are not hidden: the stage that waits for one computes nothing.
+    """
+    blocked_s = 0.0
+    if run.pp > 1:
+        sent = 2 * run.sizes.batch * run.sizes.seq * run.hidden / run.tp
+        blocked_s = send_s(sent, axis_link(run.cluster, (run.pp, run.dp, run.tp), 0))
+    rate = update_bytes_per_s(run.cluster.device(0))
+    found = []
+    for place, layers in enumerate(run.layers_of_chunk):
+        num = run.chunk_parameters(place)
+        accumulate_s = num * run.states.accumulate_bytes / rate
+        again_s = layers * unit.again_s[run.recompute]
+        if run.stage_recomputed:
+            again_s = run.stage_recomputed[place] * unit.again_s["full"]
+        forward_s = layers * unit.forward_s + blocked_s
+        backward_s = layers * unit.backward_s + again_s + accumulate_s + blocked_s
+        if place == len(run.layers_of_chunk) - 1:
+            logits = run.sizes.batch * run.sizes.seq * run.sizes.vocab / run.tp
+            forward_s += unit.rest_forward_s + logits * run.metric_bytes / rate
+            backward_s += unit.rest_backward_s
+        found.append(ChunkTime(forward_s, backward_s, layers * unit.weight_s + accumulate_s))
+    return found
 
 
-def _layer_parameters(run: Run) -> float:
+def table(run: Run, unit: Unit) -> Schedule:
+    """The actions of a run's schedule."""
+    forward_s, weight_s = unit.forward_s, unit.weight_s
+    input_s = unit.backward_s - weight_s
+    costs = Costs(forward_s=1.0, input_s=input_s / forward_s, weight_s=weight_s / forward_s)
+    return _table(run.schedule, run.pp, run.chunks, run.num_microbatches, pending_share(run), costs)
+
+
+@cache
+def _table(
+    name: str, lanes: int, chunks: int, microbatches: int, pending: float, costs: Costs
+) -> Schedule:
+    rounded = Costs(
+        forward_s=1.0,
+        input_s=round(costs.input_s, 2),
+        weight_s=round(costs.weight_s, 2),
+        pending_share=pending,
+    )
+    size = Size(lanes=lanes, chunks=chunks, microbatches=microbatches, costs=rounded)
+    return SCHEDULES[name].generate_for(size)
+
+
+def pending_share(run: Run) -> float:
+    """Share of a layer's saved bytes that its weight gradients need: operands of the products.
+
+    Inputs of the four products and gradients of their outputs, 32 s b h in 16 bits; the rest is
+    freed behind the input gradient.
+    """
+    products = 32 * run.sizes.seq * run.sizes.batch * run.hidden / run.tp
+    return round(min(1.0, products / saved_bytes(run)), 2)
+
+
+def saved_bytes(run: Run) -> float:
+    """Of a layer that recomputes nothing, with the masks that dropout keeps."""
+    saved = unit_of(run).saved_bytes
+    if not run.style.dropout:
+        return saved
     sizes = run.sizes
-    hidden = sizes.heads * sizes.head_dim
-    attention = hidden * (2 * hidden + 2 * sizes.kv_heads * sizes.head_dim)
-    return attention + (3 if run.style.family == "llama" else 2) * hidden * sizes.ffn
-
-
-def _rest_parameters(run: Run) -> float:
-    return run.sizes.vocab * run.sizes.heads * run.sizes.head_dim
-
-
-def _update_bytes(run: Run) -> float:
-    return 2 * (run.parameter_bytes + run.state_bytes) + run.gradient_bytes
+    return saved + dropout_mask_bytes(
+        batch=sizes.batch,
+        seq=sizes.seq,
+        hidden=run.hidden,
+        heads=0 if run.style.flash else sizes.heads,
+        tensor_ranks=run.tp,
+        sequence_parallel=run.sequence_parallel,
+    )
 
 
 def _reduction_s(run: Run, last_backward_s: float) -> float:
-    """Seconds that the reduction of gradients, and ZeRO's gather, add to a step."""
+    """Seconds that the reduction of gradients, and ZeRO's gather, add to a step.
+
+    Where states are split among neighbours only, gradients are scattered among those and what is
+    left of them summed with the other groups.
+    """
     if run.dp == 1 or run.zero == 3:
         return 0.0
-    link = axis_link(run.cluster, (run.pp, run.dp, run.tp), 1)
-    num_parameters = _parameters(run)
-    if run.zero:
-        reduce_s = collective_s("reduce_scatter", num_parameters * run.gradient_bytes, link)
-        gather_s = collective_s("all_gather", num_parameters * run.parameter_bytes, link)
+    num = run.stage_parameters(0)
+    reduced = num * run.states.reduced_bytes
+    link = _data_link(run, run.dp)
+    if not run.zero:
+        reduce_s, gather_s = collective_s("all_reduce", reduced, link), 0.0
     else:
-        reduce_s = collective_s("all_reduce", num_parameters * run.gradient_bytes, link)
-        gather_s = 0.0
+        is_split = run.states_ranks == run.dp
+        inner = link if is_split else _data_link(run, run.states_ranks)
+        reduce_s = collective_s("reduce_scatter" if is_split else "all_reduce", reduced, link)
+        gather_s = _gather_s(run, num * run.states.parameter_bytes, inner)
     if run.overlap_reduction:
         slowdown = compute_collective(run.cluster.device(0).kind)
         reduce_s = exposed_reduction_s(reduce_s, last_backward_s, 0.0, 8, slowdown)
     return reduce_s + gather_s
 
 
-def _peak_bytes(run: Run, unit: Unit) -> float:
-    """Peak of the first stage: states, saved values of the microbatches in flight, one in work."""
-    num = max(1, round(run.microbatches))
-    if run.chunks > 1:
-        live = (
-            interleaved_live(0, stages=run.pp, chunks=run.chunks, num_microbatches=num) / run.chunks
-        )
-    else:
-        live = one_f_one_b_live(0, stages=run.pp, num_microbatches=num)
-    if run.schedule == "zb-2p":
-        live = min(2 * run.pp - 1, num)
-    layers = run.layers / run.pp
-    hidden = run.sizes.heads * run.sizes.head_dim
-    kept = {
-        "none": 0.0,
-        "full": unit.saved_bytes - 2 * run.sizes.batch * run.sizes.seq * hidden,
-        "half": unit.saved_bytes / 2,
-        "op": unit.saved_bytes / 2,
-        "attention": 0.0,
-    }
-    saved = (unit.saved_bytes - kept[run.recompute]) * layers * live
-    transient = max(0.0, unit.working_bytes - unit.saved_bytes)
-    split = run.dp if run.zero == 3 else 1
-    states = _parameters(run) * (run.parameter_bytes + run.gradient_bytes) / split
-    states += _parameters(run) * run.state_bytes / (run.dp if run.zero else 1)
-    if run.keeps_gathered:
-        states += _parameters(run) * run.parameter_bytes
-    layer = kept[run.recompute] + transient
-    rest = unit.rest_bytes if run.pp == 1 else 0.0
-    if run.holds_logits and run.pp == 1:
-        logits = run.sizes.batch * run.sizes.seq * run.sizes.vocab / run.tp
-        rest += 6 * logits
-        layer += 6 * logits
-    return states + saved + max(layer, rest)
+def _gather_s(run: Run, gathered_bytes: float, link: AxisLink) -> float:
+    """Of the parameters that ZeRO-1 has updated."""
+    if not run.broadcasts:
+        return collective_s("all_gather", gathered_bytes, link)
+    return link.ranks * collective_s("broadcast", gathered_bytes / link.ranks, link)
+
+
+def _data_link(run: Run, ranks: int) -> AxisLink:
+    """Of so many neighbouring data-parallel ranks."""
+    return axis_link(run.cluster, (run.pp * (run.dp // ranks), ranks, run.tp), 1)
 
 
 @cache
@@ -254,12 +232,16 @@ def _unit(
     tp: int,
     dp: int,
     sequence_parallel: bool,
+    reduced_bytes: float,
 ) -> Unit:
     """Differences of one and two layers (two and three under FSDP, whose gathers run ahead)."""
     fewer, programs, inside = _programs(style, sizes, dtype, cluster, tp, dp, sequence_parallel)
     seconds = axis_seconds(cluster, programs[0].mesh)
     priced = prices(cluster.device(0), seconds)
     priced = replace(priced, host_op_s=EAGER_OP_S, host_view_s=EAGER_OP_S)
+    wider = reduced_bytes / (4 if dtype == "float32" else 2)
+    if dp > 1 and wider != 1:
+        priced = replace(priced, collective_s=_reduced_in(seconds, wider))
     found = [(simulate(p, priced), _forward_kinds(p, priced)) for p in programs]
     (small, small_kinds), (large, large_kinds) = found
     forward_s = large.forward_s - small.forward_s
@@ -278,6 +260,7 @@ def _unit(
     return Unit(
         forward_s=forward_s,
         backward_s=backward_s,
+        unreduced_s=_unreduced_s(programs, priced) if dp > 1 else backward_s,
         rest_forward_s=small.forward_s - fewer * forward_s,
         rest_backward_s=small.seconds - small.forward_s - fewer * backward_s,
         again_s=again,
@@ -286,6 +269,23 @@ def _unit(
         rest_bytes=small.peak_bytes - small.gradient_bytes - fewer * saved,
         working_bytes=_working_bytes(programs[0], inside) - (fewer - 1) * saved,
     )
+
+
+def _reduced_in(seconds: CollectiveSeconds, wider: float) -> CollectiveSeconds:
+    """Prices of a mesh whose first axis reduces gradients in a dtype so many times as wide."""
+
+    def found(kind: str, tensor_bytes: int, axis: int) -> float:
+        reduces = axis == 0 and kind in ("reduce_scatter", "all_reduce")
+        return seconds(kind, round(tensor_bytes * wider) if reduces else tensor_bytes, axis)
+
+    return found
+
+
+def _unreduced_s(programs: tuple[Program, Program], priced: Prices) -> float:
+    """Of a layer's backward whose gradients stay where they are."""
+    free = replace(priced, collective_s=_reduced_in(priced.collective_s, 0.0))
+    small, large = (simulate(p, free) for p in programs)
+    return large.seconds - large.forward_s - small.seconds + small.forward_s
 
 
 @cache

@@ -20,6 +20,7 @@ from autopar.capture import capture_step
 from autopar.ir.graph import Arg, Const, Graph, Node, TensorType
 
 BATCH, SEQ, GROUPS, PER_GROUP, HALF, FFN, VOCAB = 13, 17, 19, 23, 29, 31, 37
+SCALE = 0.125
 PRIMES = (BATCH, SEQ, GROUPS, PER_GROUP, HALF, FFN, VOCAB)
 
 
@@ -32,14 +33,19 @@ class Style:
         flash: Attention is one fused kernel; else products, softmax and dropout.
         fused: Norms, rotary and gated activations are single kernels.
         dropout: Dropout of attention weights, and behind both parts of a layer where not fused.
+        scaled: Where attention is not one kernel, scaling its scores is a kernel, too.
         causal: A fused attention skips what is masked.
+        loss: ``torch``, of fp32 logits; or ``fused``, which reads the logits once and turns them
+            into their gradients.
     """
 
     family: str
     flash: bool
     fused: bool
     dropout: bool = False
+    scaled: bool = False
     causal: bool = True
+    loss: str = "torch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +156,9 @@ class Layer(nn.Module):
                 q, k, v, is_causal=self.style.causal, enable_gqa=self.per_group > 1
             )
         else:
-            weights = torch.softmax(torch.matmul(q, k.transpose(-1, -2)), -1)
+            scores = torch.matmul(q, k.transpose(-1, -2))
+            scores = scores * SCALE if self.style.scaled else scores
+            weights = torch.softmax(scores, -1)
             weights = functional.relu(weights) if self.style.dropout else weights
             out = torch.matmul(weights, v)
         return out.transpose(1, 2).reshape(b, s, -1)
@@ -163,6 +171,7 @@ class Model(nn.Module):
         super().__init__()
         hidden = GROUPS * (PER_GROUP if style.family == "llama" else 1) * 2 * HALF
         self.embedding = nn.Embedding(VOCAB, hidden)
+        self.is_fused_loss = style.loss == "fused"
         self.position = None if style.family == "llama" else nn.Embedding(SEQ, hidden)
         self.layers = nn.ModuleList([Layer(style) for _ in range(layers)])
         self.norm = nn.LayerNorm(hidden)
@@ -176,8 +185,10 @@ class Model(nn.Module):
             x = x + self.position(torch.arange(ids.shape[1], device=ids.device))
         for layer in self.layers:
             x = layer(x, self.cos, self.sin)
-        logits = self.head(self.norm(x)).float()
-        return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        logits = self.head(self.norm(x))
+        if self.is_fused_loss:
+            return (logits.mean(-1) * labels).mean()
+        return functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
 
 @cache

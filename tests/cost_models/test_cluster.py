@@ -104,7 +104,7 @@ def test_ranks_follow_the_runs_of_devices() -> None:
         "V100-16GB",
     ]
     assert not cluster.is_uniform
-    assert cluster.usable_memory_bytes(7) == int(0.8 * 16 * 2**30)
+    assert cluster.usable_memory_bytes(7) == int(0.8 * device_named("V100-16GB").memory_bytes)
     with pytest.raises(ClusterSpecError, match="cannot find rank 8 in cluster 'mixed'"):
         cluster.device(8)
 

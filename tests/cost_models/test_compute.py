@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_models.compute import (
+    BACKWARD_FLOPS,
     Attention,
     Kind,
     attention_s,
@@ -16,8 +19,9 @@ from cost_models.compute import (
     memory_s,
     op_s,
 )
-from cost_models.devices import DEVICES, device_named
+from cost_models.devices import DEVICES, HOPPER, HOPPER_FLASH, device_named
 from cost_models.errors import ClusterSpecError, MissingRateError
+from cost_models.records import Efficiency
 from tests.cost_models import published
 from tests.cost_models.strategies import amounts
 
@@ -142,3 +146,32 @@ def test_best_shapes_are_faster_than_predicted_but_not_by_a_third() -> None:
 def test_published_pointwise_kernels_are_met_within_20_percent() -> None:
     found = published.by_group(published.pointwise())["pointwise, A100"]
     assert found.largest_error <= 0.2, found.text()
+
+
+@pytest.mark.parametrize(
+    ("efficiency", "backward", "queries", "published_tflops"),
+    [
+        (HOPPER, False, 2048, 484),
+        (HOPPER, False, 16384, 539),
+        (HOPPER, True, 4096, 499),
+        (HOPPER_FLASH, False, 2048, 298),
+        (HOPPER_FLASH, False, 16384, 335),
+        (HOPPER_FLASH, True, 4096, 310),
+    ],
+)
+def test_attention_of_hopper_is_within_15_percent_of_what_is_published(
+    efficiency: Efficiency, backward: bool, queries: int, published_tflops: float
+) -> None:
+    """Figures 5 and 6 of arXiv 2407.08608 at head dim 128: forward causal, backward not."""
+    device = replace(device_named("H100-80GB"), efficiency=efficiency)
+    shape = Attention(
+        batch=16384 // queries,
+        heads=16,
+        queries=queries,
+        keys=queries,
+        head_dim=128,
+        causal=not backward,
+    )
+    seconds = attention_s(device, shape, dtype="bf16", backward=backward)
+    flops = shape.forward_flops * (BACKWARD_FLOPS if backward else 1)
+    assert flops / seconds == pytest.approx(published_tflops * 1e12, rel=0.15)
