@@ -324,7 +324,7 @@ def _programs(
 
 def _working_bytes(program: Program, inside: frozenset[str]) -> float:
     """Most live bytes while a layer runs, apart from finished gradients."""
-    live, _, gradients = live_bytes(byte_changes(program, storages(program))).T.tolist()
+    live, _, gradients, *_ = live_bytes(byte_changes(program, storages(program))).T.tolist()
     places = [i for i, made in enumerate(program.instructions) if made.origin in inside]
     at = max(places, key=live.__getitem__)
     return float(live[at] - gradients[at])
