@@ -34,19 +34,31 @@ class StageTime:
         return self.forward_s + self.backward_s
 
 
-def gpipe_s(stages: Sequence[StageTime], num_microbatches: int, send_s: float = 0.0) -> float:
+Sends = float | Sequence[float]
+"""Seconds of a message between neighbours, one way: of all, or of each border."""
+
+
+def _borders(send_s: Sends, num_stages: int) -> Sequence[float]:
+    """Seconds of a message at every border."""
+    if isinstance(send_s, int | float):
+        return [send_s] * (num_stages - 1)
+    assert len(send_s) == num_stages - 1, "one message a border"
+    return send_s
+
+
+def gpipe_s(stages: Sequence[StageTime], num_microbatches: int, send_s: Sends = 0.0) -> float:
     """Seconds of all forwards, then all backwards: two flow shops.
 
     Source:
         Huang et al., GPipe, NeurIPS 2019; the makespan of a flow shop of equal jobs.
     """
     require_count("schedule", "num_microbatches", num_microbatches)
-    hops_s = 2 * (len(stages) - 1) * send_s
+    hops_s = 2 * sum(_borders(send_s, len(stages)))
     slowest_s = max(s.forward_s for s in stages) + max(s.backward_s for s in stages)
     return sum(s.both_s for s in stages) + hops_s + (num_microbatches - 1) * slowest_s
 
 
-def one_f_one_b_s(stages: Sequence[StageTime], num_microbatches: int, send_s: float = 0.0) -> float:
+def one_f_one_b_s(stages: Sequence[StageTime], num_microbatches: int, send_s: Sends = 0.0) -> float:
     """Seconds of one forward, one backward with unequal stages and costly messages.
 
     The largest of `one_f_one_b_bounds`; against exact simulation of random stages it errs by 0.1 %
@@ -57,7 +69,7 @@ def one_f_one_b_s(stages: Sequence[StageTime], num_microbatches: int, send_s: fl
 
 
 def one_f_one_b_bounds(
-    stages: Sequence[StageTime], num_microbatches: int, send_s: float = 0.0
+    stages: Sequence[StageTime], num_microbatches: int, send_s: Sends = 0.0
 ) -> tuple[tuple[float, float], ...]:
     """Two lower bounds a stage, in seconds, of which the largest is the step.
 
@@ -75,12 +87,11 @@ def one_f_one_b_bounds(
     """
     require_count("schedule", "num_microbatches", num_microbatches)
     bounds = []
-    total_s = sum(stage.both_s for stage in stages)
-    before_s = 0.0
+    sends_s = _borders(send_s, len(stages))
     for i, stage in enumerate(stages):
         after = len(stages) - 1 - i
-        beyond_s = total_s - before_s - stage.both_s + 2 * send_s * after
-        reach_s = before_s + 2 * send_s * i
+        beyond_s = sum(s.both_s for s in stages[i + 1 :]) + 2 * sum(sends_s[i:])
+        reach_s = sum(s.both_s for s in stages[:i]) + 2 * sum(sends_s[:i])
         work_s = num_microbatches * stage.both_s
         if num_microbatches <= after + 1:
             slower_s = max(stage.forward_s, stage.backward_s)
@@ -93,8 +104,44 @@ def one_f_one_b_bounds(
             round_s = stage.both_s + beyond_s
             trip_s = reach_s + round_s + (num_microbatches - 1) * round_s / (after + 1)
         bounds.append((busy_s, trip_s))
-        before_s += stage.both_s
     return tuple(bounds)
+
+
+def one_f_one_b_reduced_s(
+    stages: Sequence[StageTime],
+    reduces_s: Sequence[float],
+    num_microbatches: int,
+    send_s: Sends = 0.0,
+) -> float:
+    """Seconds of one forward, one backward where each stage reduces gradients at its end.
+
+    The step ends with the last backward or the last reduction. Stage l ends
+
+    * no sooner than its own bounds of `one_f_one_b_bounds` and those of the stages behind it say,
+      less the backwards in front of it, which still come then;
+    * no sooner than the last microbatch has come to it: the last forward of a stage i < l in front,
+      ``G f_i + (G - k - 1) b_i + max(0, L_i - k f_i)`` (or ``(G - 1) (t_i + L_i) / (k + 1) + f_i``)
+      behind that stage's start, then the forwards behind it and the backwards down to l.
+    """
+    sends_s = _borders(send_s, len(stages))
+    bounds = one_f_one_b_bounds(stages, num_microbatches, sends_s)
+    ends_s = [max(map(max, bounds))]
+    for i, stage in enumerate(stages):
+        after = len(stages) - 1 - i
+        start_s = sum(s.forward_s for s in stages[:i]) + sum(sends_s[:i])
+        back_s = sum(s.backward_s for s in stages[:i]) + sum(sends_s[:i])
+        ends_s.append(max(map(max, bounds[i:])) - back_s + reduces_s[i])
+        beyond_s = sum(s.both_s for s in stages[i + 1 :]) + 2 * sum(sends_s[i:])
+        sent_s = num_microbatches * stage.forward_s
+        if num_microbatches > after + 1:
+            sent_s += (num_microbatches - after - 1) * stage.backward_s
+            sent_s += max(0.0, beyond_s - after * stage.forward_s)
+            rounds = (num_microbatches - 1) / (after + 1)
+            sent_s = max(sent_s, stage.forward_s + rounds * (stage.both_s + beyond_s))
+        for end in range(i + 1, len(stages)):
+            between_s = sum(s.backward_s for s in stages[i + 1 : end]) + sum(sends_s[i:end])
+            ends_s.append(start_s + sent_s + beyond_s - between_s + reduces_s[end])
+    return max(ends_s)
 
 
 def interleaved_s(stage: StageTime, *, stages: int, chunks: int, num_microbatches: int) -> float:

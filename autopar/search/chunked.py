@@ -1,0 +1,194 @@
+"""Pipelines with several pieces a stage, which no closed form gives: even cuts, best points.
+
+The model is cut where pieces take equally long, and where they have equally many blocks; every
+stage then takes the points that make its seconds least within its memory, and the schedule is
+simulated. The memory of a stage counts, of each of its pieces, the most microbatches it ever holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+
+from autopar.schedules.actions import Kind, Row
+from autopar.schedules.makespan import ChunkTime
+from autopar.schedules.makespan import simulate as simulate_schedule
+from autopar.schedules.table import schedule_named
+from autopar.search.chain import Combination, Memo
+from autopar.search.interproblem import Choice, Piece, Place, Point, Setting
+from autopar.search.segments import Segments, costs_of
+from autopar.search.stages import balanced_cuts
+
+
+def live_by_chunk(row: Row) -> dict[int, int]:
+    """Of every chunk of a lane, the most microbatches between forward and last backward."""
+    live: dict[int, int] = {}
+    most: dict[int, int] = {}
+    for action in row:
+        if action.kind is Kind.FORWARD:
+            live[action.chunk] = live.get(action.chunk, 0) + 1
+            most[action.chunk] = max(most.get(action.chunk, 0), live[action.chunk])
+        elif action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT):
+            live[action.chunk] -= 1
+    return most
+
+
+def simulated_s(choice: Choice, sends_s: Sequence[float]) -> float:
+    """Seconds of the step by the schedule's own timeline, with reductions behind it.
+
+    Args:
+        choice: Pieces, places and points.
+        sends_s: Seconds of a message behind every piece but the last.
+    """
+    spec = schedule_named(choice.schedule)
+    rows = spec.generate(len(choice.places), choice.chunks, choice.setting.microbatches)
+    costs = [piece_costs(choice.setting, piece, choice.places[lane])
+             for piece, lane in zip(choice.pieces, choice.lanes, strict=True)]  # fmt: skip
+    times = [ChunkTime(forward_s=f, backward_s=b, weight_s=w) for f, b, w, _ in costs]
+    timeline = simulate_schedule(rows, times, sends_s)
+    reduces = [0.0] * len(rows)
+    for lane, (*_, reduce_s) in zip(choice.lanes, costs, strict=True):
+        reduces[lane] += reduce_s
+    return max(ends[-1] + own for ends, own in zip(timeline.ends_s, reduces, strict=True))
+
+
+def piece_costs(setting: Setting, piece: Piece, place: Place) -> tuple[float, float, float, float]:
+    """Seconds of forward, backward, weight gradient and reduction of a piece."""
+    total = np.zeros(4)
+    for own, counts in piece.counts.items():
+        total = total + np.array(counts) @ costs_of(setting.fronts[own][place.kind])
+    f, b, w, d = total.tolist()
+    return f, b, min(w, b), d
+
+
+class Chunked:
+    """One combination whose stages have several pieces each."""
+
+    def __init__(self, memo: Memo, combination: Combination, chunks: int) -> None:
+        self.memo = memo
+        self.setting = combination.setting
+        self.schedule = combination.schedule
+        self.chunks = chunks
+        self.places = tuple(sorted(combination.family.places, key=lambda place: place.first))
+        self.num_stages = combination.num_stages
+
+    def solve(self, cap_s: float) -> tuple[Choice | None, float]:
+        """The best choice below `cap_s`, and a bound of all that is looked at."""
+        spec = schedule_named(self.schedule)
+        rows = spec.generate(self.num_stages, self.chunks, self.setting.microbatches)
+        live = [live_by_chunk(row) for row in rows]
+        best: Choice | None = None
+        bound_s = float("inf")
+        for cuts in self._cuts():
+            found = self._points(cuts, live)
+            if found is None:
+                continue
+            pieces, least_s = found
+            bound_s = min(bound_s, least_s)
+            if least_s >= min(cap_s, np.inf if best is None else best.step_s):
+                continue
+            choice = Choice(
+                setting=self.setting,
+                schedule=self.schedule,
+                chunks=self.chunks,
+                places=self.places,
+                pieces=pieces,
+                step_s=0.0,
+            )
+            step_s = simulated_s(choice, self.memo.problem.sends_s(choice))
+            if step_s < min(cap_s, np.inf if best is None else best.step_s):
+                best = replace(choice, step_s=step_s)
+        return best, bound_s
+
+    def _cuts(self) -> list[tuple[int, ...]]:
+        """Borders of the pieces: equally many seconds, equally many blocks."""
+        blocks, number = self.memo.problem.blocks, self.num_stages * self.chunks
+        kind = self.places[0].kind
+        seconds = []
+        for own in blocks:
+            points = self.setting.fronts[own][kind]
+            if not points:
+                return []
+            seconds.append(min(p.forward_s + p.backward_s for p in points))
+        even = tuple(round(i * len(blocks) / number) for i in range(1, number))
+        found = [tuple(balanced_cuts(seconds, number)), even]
+        return list(dict.fromkeys(found))
+
+    def _points(
+        self, cuts: Sequence[int], live: Sequence[Mapping[int, int]]
+    ) -> tuple[tuple[Piece, ...], float] | None:
+        """The pieces with the points of least seconds, and a bound; None if they do not fit."""
+        borders = list(pairwise([0, *cuts, len(self.memo.problem.blocks)]))
+        lane_of = schedule_named(self.schedule).lane_of_chunk
+        pieces: dict[int, Piece] = {}
+        work_s = [0.0] * self.num_stages
+        for lane, place in enumerate(self.places):
+            own = [c for c in range(len(borders)) if lane_of(c, self.num_stages) == lane]
+            taken = self._lane(place, {c: borders[c] for c in own}, live[lane])
+            if taken is None:
+                return None
+            for chunk, counts in taken.items():
+                first, end = borders[chunk]
+                pieces[chunk] = Piece(first=first, end=end, counts=counts)
+                f, b, _, _ = piece_costs(self.setting, pieces[chunk], place)
+                work_s[lane] += f + b
+        ordered = tuple(pieces[chunk] for chunk in range(len(borders)))
+        return ordered, self._least_s(work_s, cuts[: self.num_stages - 1])
+
+    def _least_s(self, work_s: Sequence[float], cuts: Sequence[int]) -> float:
+        """Least seconds of the step.
+
+        A stage has all its work to do. Its first forward waits for the first microbatch to come to
+        its first piece. Unless weight gradients fill the end, its last backward is of that piece
+        too, and has the way back to the first stage in front of it.
+        """
+        splits = schedule_named(self.schedule).splits_backward
+        reach_s = [0.0] * self.num_stages
+        if not splits:
+            blocks = self.memo.problem.blocks
+            for lane, cut in enumerate(cuts, start=1):
+                reach_s[lane] = sum(self._fastest_s(own) for own in blocks[:cut])
+        count = self.setting.microbatches
+        return max(first + count * own for first, own in zip(reach_s, work_s, strict=True))
+
+    def _fastest_s(self, own: int) -> float:
+        kinds = {place.kind for place in self.places}
+        points = [p for kind in kinds for p in self.setting.fronts[own][kind]]
+        return min(p.forward_s + p.backward_s for p in points)
+
+    def _lane(
+        self, place: Place, borders: Mapping[int, tuple[int, int]], live: Mapping[int, int]
+    ) -> dict[int, Mapping[int, tuple[int, ...]]] | None:
+        """Points of the classes of every piece of a stage, of least seconds together."""
+        fronts: dict[int, Sequence[Point]] = {}
+        counts: list[tuple[int, int]] = []
+        names: dict[int, tuple[int, int]] = {}
+        for chunk, (first, end) in borders.items():
+            for own, number in self.memo.counts(first, end):
+                name = len(names)
+                names[name] = chunk, own
+                counts.append((name, number))
+                fronts[name] = _held(self.setting.fronts[own][place.kind], live[chunk])
+        segments = Segments(
+            fronts, 0.0, place.memory_bytes, lambda costs: costs[:, :2].sum(axis=1, keepdims=True)
+        )
+        choices = segments.choices(tuple(counts))
+        if not choices:
+            return None
+        _, taken = min(choices, key=lambda choice: float(choice[0][:2].sum()))
+        found: dict[int, dict[int, tuple[int, ...]]] = {chunk: {} for chunk in borders}
+        for name, row in taken:
+            chunk, own = names[name]
+            found[chunk][own] = row
+        return dict(found)
+
+
+def _held(points: Sequence[Point], live: int) -> tuple[Point, ...]:
+    """Points whose saved bytes are counted for so many microbatches, as resident ones."""
+    return tuple(
+        replace(p, resident_bytes=p.resident_bytes + live * p.saved_bytes, saved_bytes=0.0)
+        for p in points
+    )

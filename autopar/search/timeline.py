@@ -1,0 +1,235 @@
+"""Step time of a pipeline, stage by stage from the last one: what a dynamic program needs.
+
+A *timeline* keeps a few numbers of the stages placed so far (the *state*), all of them the smaller
+the better, and says what they become with one more stage in front. So of two ways to place the same
+blocks on the same devices, one whose numbers are all no larger is no worse whatever comes in front,
+and of two options of one stage, one whose *measures* are all no larger.
+
+The closed forms are those of `cost_models.pipeline`, with one message time a border and the seconds
+``d`` of a stage's gradient reduction behind its last backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+FORWARD, BACKWARD, WEIGHT, REDUCE = range(4)
+"""Columns of the costs of a stage: seconds of a microbatch, and of the reduction in a step.
+
+The weight gradient's seconds are part of the backward's.
+"""
+
+
+class Timeline(Protocol):
+    """A schedule whose step time can be built up from the last stage to the first."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether `seconds` is the closed form; else it is a lower bound of the schedule."""
+        ...
+
+    def live(self, behind: int, num_stages: int) -> int:
+        """Most microbatches that a stage with `behind` stages behind it holds."""
+        ...
+
+    def measures(self, costs: Floats, behind: int) -> Floats:
+        """[options, measures] of [options, 4] costs: no larger in all of them is no worse."""
+        ...
+
+    def start(self) -> Floats:
+        """[1, numbers]: no stage yet."""
+        ...
+
+    def extend(self, states: Floats, costs: Floats, send_s: float, behind: int) -> Floats:
+        """[states, options, numbers] with one more stage in front.
+
+        `send_s` is what a message takes to the stages behind.
+        """
+        ...
+
+    def seconds(self, states: Floats) -> Floats:
+        """[states] seconds of the step if these are all stages."""
+        ...
+
+    def least_s(self, states: Floats, before_s: float) -> Floats:
+        """[states] least seconds of the step, if the stages in front take `before_s` at least."""
+        ...
+
+    def most_s(self, cap_s: float, before_s: float, beyond_s: float, behind: int) -> float:
+        """Seconds of one stage, for one microbatch, at which the step takes `cap_s` at least.
+
+        Args:
+            cap_s: Of the step.
+            before_s: Seconds of the stages in front, at least.
+            beyond_s: Of those behind.
+            behind: How many are behind.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OneForwardOneBackward:
+    """1F1B: `cost_models.pipeline.one_f_one_b_bounds`, and reductions.
+
+    With L the way from a stage to the last one and back, the state is
+
+    * ``L`` and the longest of the two bounds a stage gives, both from its own first forward on;
+    * for reductions (`cost_models.pipeline.one_f_one_b_reduced_s`): ``W``, the longest way from a
+      stage to the end of a reduction behind it; and the longest of what they give: a stage's own
+      end and d, or the way of its last microbatch, sent off after
+      ``G f + (G - k - 1) b + max(0, L - k f)``, to the end of a reduction behind it.
+    """
+
+    microbatches: int
+    reduces: bool
+    exact: bool = True
+
+    def live(self, behind: int, num_stages: int) -> int:
+        return min(behind + 1, self.microbatches)
+
+    def measures(self, costs: Floats, behind: int) -> Floats:
+        f, b, _, d = costs.T
+        count, k = self.microbatches, behind
+        if k == 0:
+            return np.stack([f + b, f + b + d] if self.reduces else [f + b], axis=1)
+        if count <= k + 1:
+            return np.stack([f, b, d] if self.reduces else [f, b], axis=1)
+        # What a stage adds to any number is a sum of these with no negative factor.
+        if not self.reduces:
+            return np.stack([count * (f + b) - k * f, count * (f + b) - k * b], axis=1)
+        return np.stack([f, (count - k - 1) * f + (count - 1) * b, f + b + d], axis=1)
+
+    def start(self) -> Floats:
+        state = [0.0, 0.0, -np.inf, 0.0]
+        return np.array([state if self.reduces else state[:2]])
+
+    def extend(self, states: Floats, costs: Floats, send_s: float, behind: int) -> Floats:
+        f, b, _, d = costs.T
+        both = f + b
+        count, k = self.microbatches, behind
+        beyond = states[:, :1] + 2 * send_s
+        if count <= k + 1:
+            own = both + (count - 1) * np.maximum(f, b) + beyond
+            last_sent = count * f + 0 * beyond
+        else:
+            warm = np.maximum(0.0, beyond - k * f)
+            rounds = (count - 1) / (k + 1)
+            own = count * both + warm + np.maximum(0.0, beyond - k * b)
+            own = np.maximum(own, (both + beyond) * (1 + rounds))
+            last_sent = count * f + (count - k - 1) * b + warm
+            last_sent = np.maximum(last_sent, f + rounds * (both + beyond))
+        pipe = np.maximum(own, states[:, 1:2] + both + 2 * send_s)
+        if not self.reduces:
+            return np.stack([beyond + both, pipe], axis=2)
+        way = states[:, 2:3] + send_s
+        end = np.maximum(pipe + d, last_sent + way)
+        end = np.maximum(end, states[:, 3:4] + f + send_s)
+        return np.stack([beyond + both, pipe, np.maximum(beyond + both + d, way + f), end], axis=2)
+
+    def seconds(self, states: Floats) -> Floats:
+        return np.asarray(np.maximum(states[:, 1], states[:, 3]) if self.reduces else states[:, 1])
+
+    def least_s(self, states: Floats, before_s: float) -> Floats:
+        return states[:, 1] + before_s
+
+    def most_s(self, cap_s: float, before_s: float, beyond_s: float, behind: int) -> float:
+        left_s, count = cap_s - before_s, self.microbatches
+        if count <= behind + 1:
+            return (left_s - beyond_s) / (1 + (count - 1) / 2)
+        return min(left_s / count, (left_s - 2 * beyond_s) / (count - behind))
+
+
+@dataclass(frozen=True, slots=True)
+class AllForwardAllBackward:
+    """GPipe: two flow shops of equal jobs, `cost_models.pipeline.gpipe_s`, and reductions.
+
+    The state is the sum and the largest of the forwards and of the backwards, and the longest way
+    from the first backward to the end of a reduction.
+    """
+
+    microbatches: int
+    exact: bool = True
+
+    def live(self, behind: int, num_stages: int) -> int:
+        return self.microbatches
+
+    def measures(self, costs: Floats, behind: int) -> Floats:
+        return costs[:, [FORWARD, BACKWARD, REDUCE]]
+
+    def start(self) -> Floats:
+        return np.zeros((1, 5))
+
+    def extend(self, states: Floats, costs: Floats, send_s: float, behind: int) -> Floats:
+        f, b, _, d = costs.T
+        forward = states[:, 0:1] + f + send_s
+        slowest_f = np.maximum(states[:, 1:2], f)
+        backward = states[:, 2:3] + b + send_s
+        slowest_b = np.maximum(states[:, 3:4], b)
+        end = np.maximum(states[:, 4:5], backward + (self.microbatches - 1) * slowest_b + d)
+        return np.stack([forward, slowest_f, backward, slowest_b, end], axis=2)
+
+    def seconds(self, states: Floats) -> Floats:
+        return states[:, 0] + (self.microbatches - 1) * states[:, 1] + states[:, 4]
+
+    def least_s(self, states: Floats, before_s: float) -> Floats:
+        more = self.microbatches - 1
+        return states[:, 0] + states[:, 2] + before_s + more * (states[:, 1] + states[:, 3])
+
+    def most_s(self, cap_s: float, before_s: float, beyond_s: float, behind: int) -> float:
+        return (cap_s - before_s - beyond_s) / self.microbatches
+
+
+@dataclass(frozen=True, slots=True)
+class SplitBackward:
+    """ZB-H1: a stage has all its work to do and its reduction; the schedule says what it idles.
+
+    The state is the longest of these.
+    """
+
+    microbatches: int
+    exact: bool = False
+
+    def live(self, behind: int, num_stages: int) -> int:
+        return min(num_stages, self.microbatches)
+
+    def measures(self, costs: Floats, behind: int) -> Floats:
+        f, b, _, d = costs.T
+        return np.asarray(self.microbatches * (f + b) + d)[:, None]
+
+    def start(self) -> Floats:
+        return np.zeros((1, 1))
+
+    def extend(self, states: Floats, costs: Floats, send_s: float, behind: int) -> Floats:
+        return np.asarray(np.maximum(states[:, :, None], self.measures(costs, behind)))
+
+    def seconds(self, states: Floats) -> Floats:
+        return states[:, 0]
+
+    def least_s(self, states: Floats, before_s: float) -> Floats:
+        return states[:, 0]
+
+    def most_s(self, cap_s: float, before_s: float, beyond_s: float, behind: int) -> float:
+        return cap_s / self.microbatches
+
+
+def timeline_of(schedule: str, *, microbatches: int, reduces: bool) -> Timeline | None:
+    """The timeline of a schedule of one chunk a stage; None where there is none.
+
+    Args:
+        schedule: Its name.
+        microbatches: Of the step.
+        reduces: Whether any stage has a reduction.
+    """
+    known: Mapping[str, Timeline] = {
+        "gpipe": AllForwardAllBackward(microbatches),
+        "1f1b": OneForwardOneBackward(microbatches, reduces),
+        "zb-h1": SplitBackward(microbatches),
+    }
+    return known.get(schedule)
