@@ -7,21 +7,38 @@ that names near misses.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from autopar.errors import HintError
+
+Degree = int | tuple[int, ...] | None
+"""Of all stages, or one for every stage of a pipeline; None leaves it free."""
 
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
     """Named degrees of parallelism; None leaves one free."""
 
-    dp: int | None = None
-    tp: int | None = None
+    dp: Degree = None
+    tp: Degree = None
     pp: int | None = None
-    cp: int | None = None
+    cp: Degree = None
     ep: int | None = None
     zero: int | None = None
+
+    @property
+    def is_unlike(self) -> bool:
+        """Whether stages have degrees of their own."""
+        return any(isinstance(degree, tuple) for degree in (self.dp, self.tp, self.cp))
+
+    def of_stage(self, stage: int) -> Degrees:
+        """The degrees of one of several stages that have their own; those left out are 1."""
+
+        def own(degree: Degree) -> int:
+            return degree[stage] if isinstance(degree, tuple) else degree or 1
+
+        return replace(self, dp=own(self.dp), tp=own(self.tp), cp=own(self.cp))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,14 +149,17 @@ Hint = (
 
 def degrees(
     *,
-    dp: int | None = None,
-    tp: int | None = None,
+    dp: int | Sequence[int] | None = None,
+    tp: int | Sequence[int] | None = None,
     pp: int | None = None,
-    cp: int | None = None,
+    cp: int | Sequence[int] | None = None,
     ep: int | None = None,
     zero: int | None = None,
 ) -> Degrees:
     """Fix degrees by the names people call them; what is left out stays free.
+
+    ``dp``, ``tp`` and ``cp`` may have one degree for every stage of a pipeline, as in
+    ``degrees(dp=(4, 2, 1, 1))`` for stages of 4, 2, 1 and 1 ranks; degrees left out are 1 then.
 
     Args:
         dp: Ranks that split the batch.
@@ -151,17 +171,35 @@ def degrees(
             split, gathered once a step; 3 gathered again in the backward.
 
     Raises:
-        HintError: A degree is not a positive integer, or zero is not 0 to 3.
+        HintError: A degree is not a positive integer, there is not one for every stage, or zero is
+            not 0 to 3.
     """
-    named = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep}
-    for name, value in named.items():
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise HintError(
-                f"cannot use degree {name}={value!r}: it is a number of ranks, 1 or more"
-            )
+    given = {"dp": dp, "tp": tp, "cp": cp}
+    named = {name: _degree(name, value) for name, value in given.items()}
+    _degree("pp", pp)
+    _degree("ep", ep)
+    counts = {name: len(value) for name, value in named.items() if isinstance(value, tuple)}
+    if counts:
+        stages = next(iter(counts.values())) if pp is None else pp
+        for name, count in counts.items():
+            if count != stages:
+                raise HintError(
+                    f"cannot use {name}={named[name]} for {stages} stages: it has {count} degrees; "
+                    "give one for every stage, or one number for all"
+                )
+        pp = stages
     if zero is not None and zero not in (0, 1, 2, 3):
         raise HintError(f"cannot use zero={zero!r}: the ZeRO stages are 0, 1, 2 and 3")
-    return Degrees(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, zero=zero)
+    return Degrees(dp=named["dp"], tp=named["tp"], pp=pp, cp=named["cp"], ep=ep, zero=zero)
+
+
+def _degree(name: str, value: int | Sequence[int] | None) -> Degree:
+    """A degree, or one for every stage, checked."""
+    several = isinstance(value, Sequence) and not isinstance(value, str)
+    numbers = tuple(value) if several else (1 if value is None else value,)  # type: ignore[arg-type]
+    if not numbers or not all(isinstance(n, int) and n >= 1 for n in numbers):
+        raise HintError(f"cannot use degree {name}={value!r}: it is a number of ranks, 1 or more")
+    return numbers if several else value  # type: ignore[return-value]
 
 
 def shard(pattern: str, dim: int, axis: str) -> Shard:

@@ -221,7 +221,8 @@ def parse_hints(texts: Iterable[str]) -> tuple[Hint, ...]:
     """Hints from text.
 
     Args:
-        texts: ``dp=2``, ``zero=3`` (degrees are joined into one hint), ``memory_limit=60GiB``,
+        texts: ``dp=2``, ``zero=3`` (degrees are joined into one hint), ``dp=4/2/1/1`` (one for
+            every stage of a pipeline), ``memory_limit=60GiB``,
             ``microbatches=8``, ``schedule=gpipe``, ``schedule=interleaved:3`` (chunks),
             ``cut_before=layers.16``, ``stage=lm_head:3``, ``recompute=*.mlp``, ``keep=*.attn``,
             ``offload=layers.*``,
@@ -230,7 +231,7 @@ def parse_hints(texts: Iterable[str]) -> tuple[Hint, ...]:
     Raises:
         HintError: A text is none of these.
     """
-    degrees: dict[str, int] = {}
+    degrees: dict[str, Any] = {}
     found: list[Hint] = []
     for text in texts:
         name, _, value = text.partition("=")
@@ -239,7 +240,8 @@ def parse_hints(texts: Iterable[str]) -> tuple[Hint, ...]:
             ask = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(HINTS)}"
             raise HintError(f"cannot read hint {text!r}: write name=value; {ask}")
         if name in DEGREES:
-            degrees[name] = _number(value, text)
+            numbers = [_number(number, text) for number in value.split("/")]
+            degrees[name] = numbers[0] if len(numbers) == 1 else tuple(numbers)
         elif name == "memory_limit":
             found.append(hint.memory_limit(value))
         elif name == "microbatches":

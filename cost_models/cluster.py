@@ -98,6 +98,15 @@ class Cluster:
             f"{self.num_devices - 1}"
         )
 
+    def runs_between(self, first: int, last: int) -> tuple[int, ...]:
+        """Numbers of the runs of equal devices of ranks `first` to `last` - 1."""
+        found, begin = [], 0
+        for number, run in enumerate(self.devices):
+            if begin < last and begin + run.count > first:
+                found.append(number)
+            begin += run.count
+        return tuple(found)
+
     def device(self, rank: int) -> Device:
         """The device of `rank`."""
         return self.run_of(rank).device

@@ -175,6 +175,18 @@ def axis_link(
     return AxisLink(ranks=size, hops=tuple(hops), sharing=sharing)
 
 
+def pair_link(cluster: Cluster, first: int, second: int) -> AxisLink:
+    """What joins two ranks, while all ranks of their nodes send alike; no hop for one rank."""
+    unit = 1
+    for level in cluster.levels:
+        below, unit = unit, unit * level.size
+        if first != second and first // unit == second // unit:
+            ends = [cluster.port_bytes_per_s(level, rank, 1) for rank in (first, second)]
+            hop = _hop(level, 2, below, min(ends))
+            return AxisLink(ranks=2, hops=(replace(hop, is_innermost=below == 1),))
+    return AxisLink(ranks=1, hops=())
+
+
 def _hop(level: Level, ranks: int, devices_below: int, port_bytes_per_s: float) -> Hop:
     """The hop of an axis on `level`: each device below has an even share of the unit's ports."""
     ports = devices_below if level.ports is None else level.ports

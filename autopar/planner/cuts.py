@@ -106,7 +106,7 @@ def _possible(
                 return False
     asked = _asked(hints, modules)
     least = least_firsts(len(modules), asked.cuts, asked.stages, lanes)
-    return bounded_cuts([0.0] * len(modules), least) is not None
+    return bounded_cuts([[0.0] * len(modules)] * len(lanes), least) is not None
 
 
 def _check(hint: CutHint, modules: Sequence[Sequence[str]], num_stages: int) -> None:

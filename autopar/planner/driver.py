@@ -7,6 +7,7 @@ model of the search said, the limit is tightened by the difference and the mesh 
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -33,11 +34,12 @@ from autopar.plan.records import (
     Prediction,
     Saving,
     SearchReport,
+    StagePlan,
 )
 from autopar.plan.wording import bytes_text
 from autopar.planner.cuts import least_starts
 from autopar.planner.hints import Settled, settle
-from autopar.planner.pipeline import Layout, StageResult, cut, evaluate_pipeline
+from autopar.planner.pipeline import Kind, Lane, Layout, StageResult, cut, evaluate_pipeline
 from autopar.planner.savings import savings
 from autopar.planner.shorten import Short, shorten
 from autopar.search.analysis import Analysis
@@ -51,11 +53,11 @@ from autopar.search.build import (
 )
 from autopar.search.collection import no_collection
 from autopar.search.intra import fits, least_bytes, solve
-from autopar.search.outer import meshes
+from autopar.search.outer import common_rows, meshes, stage_meshes
 from autopar.search.problem import Solution
 from autopar.search.stages import Pipeline
 from autopar.search.sums import summed_early
-from cost_models.cluster import Cluster
+from cost_models.cluster import Cluster, Device
 
 ROUNDS, PIPELINE_ROUNDS = 6, 4
 """Times a mesh is solved again with a tighter memory limit; stages are lowered in full each."""
@@ -94,16 +96,18 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One solved and simulated mesh.
+    """One solved and simulated choice of meshes.
 
     Attributes:
-        mesh: Of every stage.
-        built: The problem; ``solution`` what the solver found.
-        pipeline: The stages, and what crosses them.
+        mesh: Of the slowest stage.
+        built: The problem of that mesh; ``solution`` what the solver found.
+        pipeline: The stages, and what crosses them; ``costs`` prices each.
         schedule: Order of their microbatches.
         simulation: Of the slowest rank; its seconds are those of the step without the update.
-        memory: Of the rank that holds most.
+        memory: Of the rank that holds most of what it may; ``limit_bytes`` is that.
         update_s: Of the optimizer's update.
+        objective_s: Seconds as the search models them: of the whole model, shared by the stages as
+            they are fast; ``bound_s`` the proven least of them on these meshes.
         host_bytes: Of host memory, a rank on average, on the node where most is used.
         limited: Whether memory kept it from being faster.
     """
@@ -112,10 +116,14 @@ class Candidate:
     built: Built
     solution: Solution
     pipeline: Pipeline
+    costs: tuple[NodeCost, ...]
     schedule: str
     simulation: Simulation
     memory: Memory
+    limit_bytes: int
     update_s: float
+    objective_s: float
+    bound_s: float
     host_bytes: float = 0.0
     limited: bool = False
 
@@ -126,16 +134,6 @@ class Candidate:
     @property
     def num_stages(self) -> int:
         return len({stage.first_rank for stage in self.pipeline.stages})
-
-    @property
-    def objective_s(self) -> float:
-        """Seconds as the search models them: of the whole model, shared by the stages."""
-        return self.solution.objective_s / self.num_stages
-
-    @property
-    def bound_s(self) -> float:
-        """Proven least of them on this mesh."""
-        return self.solution.bound_s / self.num_stages
 
 
 @no_collection()
@@ -151,9 +149,9 @@ def make_plan(analysis: Analysis, request: Request) -> Plan:
     outer = _Outer(analysis, request, settled)
     outer.run()
     if not outer.found:
-        raise _nothing_fits(analysis, settled, outer.failures)
+        raise _nothing_fits(analysis, settled, outer.failures, request.cluster)
     best = min(outer.found, key=lambda c: c.step_s)
-    return _plan(analysis, request, settled, best, outer.found, outer.tried, outer.seconds)
+    return _plan(analysis, request, best, outer.found, outer.tried, outer.seconds)
 
 
 class _Outer:
@@ -185,12 +183,13 @@ class _Outer:
         if taken is not None:
             chunks = len(taken.stages) // taken.num_stages
             self.settled = settled = replace(settled, schedule=taken.schedule, chunks=chunks)
-            self._try_layout(self._layout(taken.num_stages), (taken.mesh.space,))
+            spaces = tuple(mesh.space for mesh in taken.meshes)
+            self._try_layout(self._layout(taken.num_stages), (spaces,))
             return
         asked = None if degrees is None else degrees.pp
         layout = self._layout(asked or 1)
         least_starts(self.analysis, layout.hints, layout.lanes)
-        self._try_layout(layout, meshes(cluster, degrees, num_stages=layout.num_stages))
+        self._try_layout(layout, stage_meshes(cluster, degrees, layout.num_stages))
         if asked is None:
             self._try_pipelines()
 
@@ -202,12 +201,12 @@ class _Outer:
             hints=self.settled.cuts,
         )
 
-    def _try_layout(self, layout: Layout, spaces: Sequence[Mesh]) -> None:
-        """Try meshes with more and more microbatches, as long as memory asks for them."""
-        counts = microbatch_counts(self.analysis.graph, self.settled.microbatches, layout)
+    def _try_layout(self, layout: Layout, choices: Sequence[tuple[Mesh, ...]]) -> None:
+        """Try meshes of the stages with more and more microbatches, as long as memory asks."""
+        counts = microbatch_counts(self.analysis.graph, self.settled.microbatches, layout, choices)
         before = math.inf
         for count in counts:
-            here = [self._try(layout, space.with_time(count)) for space in spaces]
+            here = [self._try(layout, in_time(spaces, count)) for spaces in choices]
             fitting = [candidate for candidate in here if candidate is not None]
             now = min((c.step_s for c in fitting), default=math.inf)
             # More microbatches only help to hold less.
@@ -215,25 +214,23 @@ class _Outer:
                 break
             before = now
 
-    def _try(self, layout: Layout, mesh: Mesh) -> Candidate | None:
-        if misfit := batch_misfit(self.analysis.graph, mesh):
-            if self.settled.microbatches is not None:
-                raise HintError(misfit)
-            self.failures.append(_Failure(mesh, True, float("inf")))
-            return None
-        return self._finish(_prepare(self.analysis, self.request, self.settled, mesh, layout))
+    def _try(self, layout: Layout, meshes: Sequence[Mesh]) -> Candidate | None:
+        for mesh in meshes:
+            if misfit := batch_misfit(self.analysis.graph, mesh):
+                if self.settled.microbatches is not None:
+                    raise HintError(misfit)
+                self.failures.append(_Failure(mesh, True, float("inf")))
+                return None
+        return self._finish(_prepare(self.analysis, self.request, self.settled, meshes, layout))
 
-    def _finish(self, search: _Search) -> Candidate | None:
+    def _finish(self, search: _Lanes) -> Candidate | None:
         outcome = _finish(self.analysis, self.request, search, self._left_s)
-        several = search.num_stages > 1
-        stages = f"{search.num_stages} stages of " if several else ""
-        name = f"{stages}{describe_mesh(search.plain.mesh)}"
         if isinstance(outcome, Candidate):
             self.found.append(outcome)
-            self.tried.append((name, outcome.objective_s))
+            self.tried.append((search.name, outcome.objective_s))
             return outcome
         self.failures.append(outcome)
-        self.tried.append((name, None))
+        self.tried.append((search.name, None))
         return None
 
     @property
@@ -246,7 +243,7 @@ class _Outer:
         A pipeline idles for (stages - 1) / microbatches of what it computes: where that leaves
         less than `WORTH` of the step to gain, it is not solved.
         """
-        promising: list[tuple[float, int, _Search]] = []
+        promising: list[tuple[float, int, _Lanes]] = []
         for num_stages in stage_counts(self.analysis, self.request.cluster):
             search = self._pipeline(self._layout(num_stages))
             if search is not None:
@@ -256,7 +253,7 @@ class _Outer:
             if seconds >= (1 - WORTH) * self._best_s or self._finish(search) is not None:
                 break
 
-    def _pipeline(self, layout: Layout) -> _Search | None:
+    def _pipeline(self, layout: Layout) -> _Lanes | None:
         """The problem of a pipeline, if it is worth a look."""
         cluster, degrees = self.request.cluster, self.settled.degrees
         try:
@@ -271,7 +268,8 @@ class _Outer:
         if ideal_s * (1 + (layout.num_stages - 1) / count) > (1 - WORTH) * self._best_s:
             return None
         try:
-            return _prepare(self.analysis, self.request, self.settled, mesh, layout)
+            alike = (mesh,) * layout.num_stages
+            return _prepare(self.analysis, self.request, self.settled, alike, layout)
         except (HintError, UnsupportedError):
             # It cannot run in microbatches, or not under the hints: then it is no pipeline.
             return None
@@ -338,7 +336,10 @@ def _samples(graph: Graph) -> int:
 
 
 def microbatch_counts(
-    graph: Graph, forced: int | None, layout: Layout | None = None
+    graph: Graph,
+    forced: int | None,
+    layout: Layout | None = None,
+    choices: Sequence[tuple[Mesh, ...]] = (),
 ) -> tuple[int, ...]:
     """Numbers of microbatches to try, fewest first: more are needed only where memory binds.
 
@@ -346,6 +347,7 @@ def microbatch_counts(
         graph: The step.
         forced: The number a hint gives, or None.
         layout: Stages to keep busy: a pipeline starts at four microbatches a stage.
+        choices: Meshes of the stages, one of which must be able to split so many.
 
     Raises:
         UnsupportedError: The schedule cannot do the number that is forced, or any.
@@ -362,13 +364,26 @@ def microbatch_counts(
     possible = [count for count in fitting if layout.fits(count)]
     if not possible:
         layout.check(fitting[-1])
+    split = [
+        count
+        for count in possible
+        if any(not any(batch_misfit(graph, m) for m in in_time(c, count)) for c in choices)
+    ]
+    possible = split or possible
     enough = [count for count in possible if count >= 4 * num_stages]
     return tuple(enough or possible[-1:])
+
+
+def in_time(spaces: Sequence[Mesh], microbatches: int) -> tuple[Mesh, ...]:
+    """The meshes of stages with a time axis on which all run the same microbatches."""
+    rows = common_rows(spaces)
+    return tuple(space.with_time(microbatches, rows) for space in spaces)
 
 
 def batch_misfit(graph: Graph, mesh: Mesh) -> str:
     """Why the batch cannot be cut over ``dp`` and into the mesh's microbatches; empty if it can."""
     ranks = math.prod(n for n, role in zip(mesh.sizes, mesh.roles, strict=True) if role == "dp")
+    ranks = max(ranks, mesh.rows)
     parts = ranks * mesh.microbatches
     for node in graph.sources(INPUT):
         dim = graph.batch_dims.get(node.target)
@@ -392,66 +407,137 @@ class _Failure:
 
 
 def _prepare(
-    analysis: Analysis, request: Request, settled: Settled, mesh: Mesh, layout: Layout
-) -> _Search:
-    """The problem of a mesh, not solved yet."""
-    if request.settled_plan is not None:
-        stored = _stored(request.settled_plan, mesh)
-        restrictions = replace(settled.restrictions, stored=stored)
-        settled = replace(settled, restrictions=restrictions)
-    cost = NodeCost(request.cluster.device(0), mesh, axis_seconds(request.cluster, mesh))
-    states = StateBytes(
-        per_element=request.optimizer.state_bytes,
-        moments=request.optimizer.moments,
-        update_bytes_per_s=update_bytes_per_s(request.cluster.device(0)),
-    )
-    built = build_problem(
-        analysis, mesh, cost, states, settled.restrictions, num_stages=layout.num_stages
-    )
-    forced = bool(settled.restrictions.recompute or settled.restrictions.offload)
-    return _Search(built, layout, cost, forced=forced, allowed=float(settled.memory_limit_bytes))
+    analysis: Analysis,
+    request: Request,
+    settled: Settled,
+    meshes: Sequence[Mesh],
+    layout: Layout,
+) -> _Lanes:
+    """The problems of the meshes of all stages, not solved yet; one for stages that are alike."""
+    first_ranks = [0, *itertools.accumulate(mesh.num_ranks for mesh in meshes)][:-1]
+    cluster, taken = request.cluster, request.settled_plan
+    kinds: dict[tuple[Mesh, tuple[int, ...]], list[int]] = {}
+    for stage, (mesh, first) in enumerate(zip(meshes, first_ranks, strict=True)):
+        runs = cluster.runs_between(first, first + mesh.num_ranks)
+        kinds.setdefault((mesh, runs), []).append(stage)
+    searches: dict[int, _Search] = {}
+    for (mesh, runs), stages in kinds.items():
+        restrictions = settled.restrictions
+        if taken is not None:
+            stored = _stored([c for s in stages for c in taken.chunks_of(s).values()], mesh)
+            restrictions = replace(restrictions, stored=stored)
+        device = slowest([cluster.devices[run].device for run in runs])
+        cost = NodeCost(device, mesh, axis_seconds(cluster, mesh, first_ranks[stages[0]]))
+        states = StateBytes(
+            per_element=request.optimizer.state_bytes,
+            moments=request.optimizer.moments,
+            update_bytes_per_s=update_bytes_per_s(device),
+        )
+        built = build_problem(
+            analysis, mesh, cost, states, restrictions, num_stages=layout.num_stages
+        )
+        forced = bool(restrictions.recompute or restrictions.offload)
+        allowed = float(settled.usable_bytes(device))
+        search = _Search(built, layout, cost, forced=forced, allowed=allowed)
+        searches.update(dict.fromkeys(stages, search))
+    return _Lanes(tuple(searches[s] for s in range(len(meshes))), tuple(first_ranks))
+
+
+def slowest(devices: Sequence[Device]) -> Device:
+    """The device that equal parts of the work wait for, with the memory of the smallest."""
+    found = min(devices, key=lambda device: max(device.peak_flops_per_s.values()))
+    return replace(found, memory_bytes=min(device.memory_bytes for device in devices))
+
+
+@dataclass(frozen=True, slots=True)
+class _Lanes:
+    """The search of every stage, the same one for stages that are alike.
+
+    Attributes:
+        searches: Of every stage.
+        first_ranks: Global number of the first rank of every stage.
+    """
+
+    searches: tuple[_Search, ...]
+    first_ranks: tuple[int, ...]
+
+    @property
+    def kinds(self) -> tuple[_Search, ...]:
+        """Every search once."""
+        return tuple(dict.fromkeys(self.searches))
+
+    @property
+    def layout(self) -> Layout:
+        return self.searches[0].layout
+
+    @property
+    def name(self) -> str:
+        """Stages and meshes, in words."""
+        meshes = [describe_mesh(kind.plain.mesh) for kind in self.searches]
+        if len(self.kinds) > 1:
+            return f"stages of {', '.join(meshes)}"
+        return f"{len(meshes)} stages of {meshes[0]}" if len(meshes) > 1 else meshes[0]
+
+    def estimate_s(self, time_limit_s: float) -> float:
+        """Seconds of the step if memory did not bind and stages shared the work as it is fast."""
+        idle = (len(self.searches) - 1) / self.searches[0].plain.mesh.microbatches
+        return shared_s([kind.unbound_s(time_limit_s) for kind in self.searches]) * (1 + idle)
+
+
+def shared_s(seconds: Sequence[float]) -> float:
+    """Seconds of work that stages share, so that they take equally long, from those of each alone.
+
+    No way to share it takes less: the stage that takes longest takes that at least.
+    """
+    if not all(seconds):
+        return 0.0
+    return seconds[0] / len(seconds) if len(set(seconds)) == 1 else 1 / sum(1 / s for s in seconds)
 
 
 def _finish(
-    analysis: Analysis, request: Request, search: _Search, time_limit_s: float
+    analysis: Analysis, request: Request, search: _Lanes, time_limit_s: float
 ) -> Candidate | _Failure:
-    """Solve a mesh until what is lowered fits."""
-    mesh, num_stages, allowed = search.plain.mesh, search.num_stages, search.allowed
-    limit: float | None = None
+    """Solve the meshes of all stages until what is lowered fits."""
+    kinds, num_stages = search.kinds, len(search.searches)
+    limits: dict[_Search, float | None] = dict.fromkeys(kinds)
     least = float("inf")
     best: Candidate | None = None
     for _ in range(ROUNDS if num_stages == 1 else PIPELINE_ROUNDS):
-        found, solution = search.within(limit, time_limit_s)
-        if not solution.choice and best is not None:
-            return best
-        if not solution.choice:
-            if least == float("inf"):
-                least = least_bytes(found.problem, time_limit_s=time_limit_s) / num_stages
-            return _Failure(mesh, solution.status == "infeasible", least)
-        held = max(solution.memory_bytes) / num_stages
-        if limit is None and held > allowed:
-            limit = allowed
+        solved = {kind: kind.within(limits[kind], time_limit_s) for kind in kinds}
+        for kind, (found, solution) in solved.items():
+            if not solution.choice and best is not None:
+                return best
+            if not solution.choice:
+                if least == float("inf"):
+                    least = least_bytes(found.problem, time_limit_s=time_limit_s) / num_stages
+                return _Failure(kind.plain.mesh, solution.status == "infeasible", least)
+        held = {kind: max(s.memory_bytes) / num_stages for kind, (_, s) in solved.items()}
+        tight = [kind for kind in kinds if limits[kind] is None and held[kind] > kind.allowed]
+        if tight:
+            limits.update({kind: kind.allowed for kind in tight})
             continue
         if num_stages > 1:
-            candidate = _evaluate_stages(
-                analysis, request, search.cost, found, solution, search.layout
-            )
+            candidate, used = _evaluate_stages(analysis, request, search, solved)
         else:
-            candidate = evaluate(analysis, request, search.cost, found, solution)
-        used = candidate.memory.total_bytes
-        fits_host = search.fits_host(candidate.host_bytes)
-        if used <= allowed and fits_host:
-            now = replace(candidate, limited=limit is not None)
+            candidate = evaluate(analysis, request, kinds[0].cost, *solved[kinds[0]])
+            candidate = replace(candidate, limit_bytes=int(kinds[0].allowed))
+            used = {kinds[0]: candidate.memory.total_bytes}
+        over = [kind for kind in kinds if used[kind] > kind.allowed]
+        fitting = [kind for kind in kinds if kind.fits_host(candidate.host_bytes)]
+        if not over and len(fitting) == len(kinds):
+            limited = any(limit is not None for limit in limits.values())
+            now = replace(candidate, limited=limited)
             best = now if best is None or now.step_s < best.step_s else best
-            if not search.hides_less(candidate):
+            if not [kind for kind in kinds if kind.hides_less(candidate)]:
                 return best
-        if used <= allowed:
-            continue
-        least = min(least, used)
-        # The program needs more than the problem knows of: leave that much room.
-        last = allowed if limit is None else limit
-        limit = min(allowed - max(0.0, used - held), last - LESS * allowed)
-    return _Failure(mesh, False, least) if best is None else best
+        for kind in over:
+            # The program needs more than the problem knows of: leave that much room.
+            least = min(least, used[kind])
+            limit = limits[kind]
+            last = kind.allowed if limit is None else limit
+            room = max(0.0, used[kind] - held[kind])
+            limits[kind] = min(kind.allowed - room, last - LESS * kind.allowed)
+    return _Failure(kinds[0].plain.mesh, False, least) if best is None else best
 
 
 JOINT = 600
@@ -508,7 +594,7 @@ class _Search:
             limit: Bytes a rank may use; None for any.
             time_limit_s: For the solver.
         """
-        self.estimate_s(time_limit_s)
+        self.unbound_s(time_limit_s)
         assert self.unbound is not None
         if (limit is None and not self.forced) or not self.unbound.choice:
             return self.plain, self.unbound
@@ -528,12 +614,11 @@ class _Search:
             solution = replace(solution, status=status, bound_s=bound_s)
         return self.joint, solution
 
-    def estimate_s(self, time_limit_s: float) -> float:
-        """Seconds of the step if memory did not bind and stages shared the work evenly."""
+    def unbound_s(self, time_limit_s: float) -> float:
+        """Seconds of the whole step on this mesh alone, if memory did not bind."""
         if self.unbound is None:
             self.unbound = solve(self.plain.problem, time_limit_s=time_limit_s)
-        idle = (self.num_stages - 1) / self.plain.mesh.microbatches
-        return self.unbound.objective_s / self.num_stages * (1 + idle)
+        return self.unbound.objective_s
 
     def _near(
         self, unbound: Solution, total: float | None, time_limit_s: float
@@ -560,14 +645,14 @@ NEAR = 1e-2
 """Relative gap of the solutions that only offer their strategies."""
 
 
-def _stored(plan: Plan, mesh: Mesh) -> Mapping[str, Sharding]:
-    """Stored shardings of a plan, for a mesh with or without the time axis."""
+def _stored(chunks: Sequence[StagePlan], mesh: Mesh) -> Mapping[str, Sharding]:
+    """Stored shardings of chunks, for their mesh with or without the time axis."""
     num_axes = len(mesh.space.sizes)
     in_time = (WHOLE,) * (len(mesh.sizes) - num_axes)
     return {
         parameter.name: (*parameter.stored[:num_axes], *in_time)
-        for stage in plan.stages
-        for parameter in stage.parameters
+        for chunk in chunks
+        for parameter in chunk.parameters
     }
 
 
@@ -579,8 +664,7 @@ def evaluate(
     The step is that of the slowest rank; the memory that of the rank that holds most.
     """
     stage = decode(built, analysis, solution)
-    device = request.cluster.device(0)
-    priced = prices(device, cost.collective_s)
+    priced = prices(cost.device, cost.collective_s)
     short = shorten(analysis, (stage,))
     try:
         found = _every_rank(analysis, cost, priced, short, request.optimizer)
@@ -590,34 +674,43 @@ def evaluate(
     slowest, _, update_s = max(found, key=lambda item: item[0].seconds + item[2])
     memory = _fullest([memory for _, memory, _ in found])
     return Candidate(
-        built.mesh,
-        built,
-        solution,
-        Pipeline((stage,), ()),
-        "1f1b",
-        slowest,
-        memory,
-        update_s,
+        mesh=built.mesh,
+        built=built,
+        solution=solution,
+        pipeline=Pipeline((stage,), ()),
+        costs=(cost,),
+        schedule="1f1b",
+        simulation=slowest,
+        memory=memory,
+        limit_bytes=cost.device.memory_bytes,
+        update_s=update_s,
+        objective_s=solution.objective_s,
+        bound_s=solution.bound_s,
         host_bytes=memory.host_bytes,
     )
 
 
-def _fullest(memories: Sequence[Memory]) -> Memory:
-    """The memory of the rank that holds most, with the most that any has in host memory."""
-    most = max(memories, key=lambda memory: memory.total_bytes)
+def _fullest(memories: Sequence[Memory], limits: Sequence[float] = ()) -> Memory:
+    """The memory of the rank that holds most, with the most that any has in host memory.
+
+    Args:
+        memories: Of the ranks.
+        limits: What each may hold, where that differs: most is then most of that.
+    """
+    shares = list(limits) or [1.0] * len(memories)
+    most = max(zip(memories, shares, strict=True), key=lambda own: own[0].total_bytes / own[1])[0]
     return replace(most, host_bytes=max(memory.host_bytes for memory in memories))
 
 
-def _most_on_a_node(cluster: Cluster, stage_bytes: Sequence[int]) -> float:
+def _most_on_a_node(cluster: Cluster, stages: Sequence[tuple[int, int]]) -> float:
     """Host memory a rank, on average, on the node whose ranks use most.
 
     Args:
         cluster: Its nodes.
-        stage_bytes: Of every rank of each pipeline stage; stages have as many ranks each.
+        stages: Ranks of every pipeline stage, in order, and bytes of each of its ranks.
     """
-    ranks = cluster.num_devices // len(stage_bytes)
     each = cluster.devices_per_node
-    by_rank = [size for size in stage_bytes for _ in range(ranks)]
+    by_rank = [size for ranks, size in stages for _ in range(ranks)]
     return max(sum(by_rank[at : at + each]) / each for at in range(0, len(by_rank), each))
 
 
@@ -641,40 +734,61 @@ def _every_rank(
 def _evaluate_stages(
     analysis: Analysis,
     request: Request,
-    cost: NodeCost,
-    built: Built,
-    solution: Solution,
-    layout: Layout,
-) -> Candidate:
-    """Cut a solution into stages and simulate them under a schedule."""
-    device = request.cluster.device(0)
-    priced = prices(device, cost.collective_s)
-    whole = decode(built, analysis, solution)
-    pipeline = cut(analysis, cost, whole, layout, request.settled_plan)
-    result = evaluate_pipeline(analysis, cost, priced, pipeline, layout, request.cluster)
+    search: _Lanes,
+    solved: Mapping[_Search, tuple[Built, Solution]],
+) -> tuple[Candidate, Mapping[_Search, int]]:
+    """Cut solutions into stages and simulate them under a schedule; most bytes of every kind."""
+    layout = search.layout
+    made = {
+        own: Kind(decode(built, analysis, solution), own.cost)
+        for own, (built, solution) in solved.items()
+    }
+    lanes = [
+        Lane(made[own], first)
+        for own, first in zip(search.searches, search.first_ranks, strict=True)
+    ]
+    pipeline = cut(analysis, lanes, layout, request.settled_plan)
+    result = evaluate_pipeline(analysis, lanes, pipeline, layout, request.cluster)
     memories, updates = [], []
     for stage in result.stages:
         memory = predicted_memory(stage.program, stage.peak, request.optimizer)
         moved = 2 * (memory.parameters_bytes + memory.optimizer_bytes)
         moved += gradient_bytes(stage.program)
         memories.append(memory)
-        updates.append(moved / update_bytes_per_s(device))
-    fullest = _fullest(memories)
-    slowest = max(
-        (_whole_step(stage, built.mesh.microbatches) for stage in result.stages),
-        key=lambda simulation: simulation.compute_s,
+        updates.append(moved / update_bytes_per_s(stage.cost.device))
+    used: dict[_Search, int] = {}
+    for own, memory in zip(search.searches, memories, strict=True):
+        used[own] = max(used.get(own, 0), memory.total_bytes)
+    limits = [own.allowed for own in search.searches]
+    fullest = _fullest(memories, limits)
+    microbatches = pipeline.stages[0].mesh.microbatches
+    steps = [_whole_step(stage, microbatches) for stage in result.stages]
+    slow = max(range(len(steps)), key=lambda s: steps[s].compute_s)
+    tight = max(range(len(steps)), key=lambda s: memories[s].total_bytes / limits[s])
+    built, solution = solved[search.searches[slow]]
+    solutions = [solved[own][1] for own in search.searches]
+    candidate = Candidate(
+        mesh=built.mesh,
+        built=built,
+        solution=solution,
+        pipeline=pipeline,
+        costs=tuple(lanes[stage].kind.cost for stage in layout.lanes),
+        schedule=layout.schedule,
+        simulation=replace(steps[slow], seconds=result.seconds),
+        memory=fullest,
+        limit_bytes=int(limits[tight]),
+        update_s=max(updates),
+        objective_s=shared_s([one.objective_s for one in solutions]),
+        bound_s=shared_s([one.bound_s for one in solutions]),
+        host_bytes=_most_on_a_node(
+            request.cluster,
+            [
+                (own.plain.mesh.num_ranks, memory.host_bytes)
+                for own, memory in zip(search.searches, memories, strict=True)
+            ],
+        ),
     )
-    return Candidate(
-        built.mesh,
-        built,
-        solution,
-        pipeline,
-        layout.schedule,
-        replace(slowest, seconds=result.seconds),
-        fullest,
-        max(updates),
-        host_bytes=_most_on_a_node(request.cluster, [memory.host_bytes for memory in memories]),
-    )
+    return candidate, used
 
 
 def _whole_step(stage: StageResult, microbatches: int) -> Simulation:
@@ -783,10 +897,10 @@ def gradient_bytes(program: Program, repeats: Repeats = ONCE) -> int:
 
 
 def _nothing_fits(
-    analysis: Analysis, settled: Settled, failures: Sequence[_Failure]
+    analysis: Analysis, settled: Settled, failures: Sequence[_Failure], cluster: Cluster
 ) -> InfeasibleError | SearchTimeoutError:
     least = min((f.least_bytes for f in failures), default=float("inf"))
-    limit = settled.memory_limit_bytes
+    limit = min(settled.usable_bytes(run.device) for run in cluster.devices)
     if not all(f.proven or f.least_bytes < float("inf") for f in failures):
         return SearchTimeoutError(
             f"cannot find a plan within the time limit over {len(failures)} meshes; raise "
@@ -808,7 +922,6 @@ def _nothing_fits(
 def _plan(
     analysis: Analysis,
     request: Request,
-    settled: Settled,
     best: Candidate,
     found: Sequence[Candidate],
     tried: Sequence[tuple[str, float | None]],
@@ -830,8 +943,8 @@ def _plan(
         microbatches=best.mesh.microbatches,
         schedule=best.schedule,
         notes=tuple(_notes(analysis, best)),
-        memory_limit_bytes=int(settled.memory_limit_bytes),
-        prediction=_prediction(best, savings(analysis, best.built.cost, best.pipeline.stages)),
+        memory_limit_bytes=best.limit_bytes,
+        prediction=_prediction(best, savings(analysis, best.costs, best.pipeline.stages)),
         search=SearchReport(
             status="optimal" if optimal else "feasible",
             objective_s=objective,
@@ -903,17 +1016,19 @@ def _notes(analysis: Analysis, best: Candidate) -> list[str]:
     )
     if whole_ops:
         notes.append(f"computed whole on every rank: {', '.join(whole_ops)}")
-    for axis, ranks in enumerate(best.mesh.sizes):
-        if ranks > 1 and not any(
-            isinstance(sharding[axis], Split)
-            for stage in best.pipeline.stages
-            for node in stage.nodes
-            for sharding in (*node.operands, *node.outputs)
-        ):
-            notes.append(
-                f"mesh axis {best.mesh.names[axis]!r} of {ranks} ranks splits nothing: its ranks "
-                "repeat each other's work"
-            )
+    for mesh in dict.fromkeys(stage.mesh for stage in best.pipeline.stages):
+        here = [stage for stage in best.pipeline.stages if stage.mesh == mesh]
+        for axis, ranks in enumerate(mesh.sizes):
+            if ranks > 1 and not any(
+                isinstance(sharding[axis], Split)
+                for stage in here
+                for node in stage.nodes
+                for sharding in (*node.operands, *node.outputs)
+            ):
+                notes.append(
+                    f"mesh axis {mesh.names[axis]!r} of {ranks} ranks splits nothing: its ranks "
+                    "repeat each other's work"
+                )
     early = summed_early(analysis, (n for s in best.pipeline.stages for n in s.nodes))
     if early:
         where = ", ".join(repr(module) if module else "the model" for module in sorted(early))

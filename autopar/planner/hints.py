@@ -44,7 +44,8 @@ class Settled:
         chunks: Chunks of the model that each stage of one holds.
         cuts: Hints about where a pipeline is cut.
         microbatches: Their forced number, or None.
-        memory_limit_bytes: Bytes a rank may use.
+        memory_limit_bytes: Bytes that a hint lets a rank use, or None.
+        memory_fraction: Usable part of a device's memory without that hint.
     """
 
     degrees: Degrees | None
@@ -53,7 +54,14 @@ class Settled:
     chunks: int
     cuts: tuple[CutHint, ...]
     microbatches: int | None
-    memory_limit_bytes: int
+    memory_limit_bytes: int | None
+    memory_fraction: float
+
+    def usable_bytes(self, device: Device) -> int:
+        """Bytes that a rank on this device may use."""
+        if self.memory_limit_bytes is not None:
+            return self.memory_limit_bytes
+        return int(device.memory_bytes * self.memory_fraction)
 
 
 def settle(
@@ -90,11 +98,9 @@ def settle(
     keep = tuple(h.pattern for h in hints if isinstance(h, Keep))
     offload = tuple(h.pattern for h in hints if isinstance(h, Offload))
     _check_modules(analysis.graph, recompute, keep, offload)
-    device = cluster.device(0)
-    if offload:
-        _check_host(device, offload[0])
+    for run in cluster.devices if offload else ():
+        _check_host(run.device, offload[0])
     fraction = cluster.usable_memory_fraction if memory_fraction is None else memory_fraction
-    usable = int(device.memory_bytes * fraction)
     return Settled(
         degrees=degrees,
         restrictions=Restrictions(
@@ -108,7 +114,8 @@ def settle(
         chunks=spec.least_chunks if schedule is None else schedule.chunks or spec.least_chunks,
         cuts=cuts,
         microbatches=None if microbatches is None else microbatches.count,
-        memory_limit_bytes=usable if limit is None else limit.limit_bytes,
+        memory_limit_bytes=None if limit is None else limit.limit_bytes,
+        memory_fraction=fraction,
     )
 
 

@@ -1,8 +1,9 @@
-"""Pipelines: a plan of the whole step cut into stages, and what its schedule takes.
+"""Pipelines: plans of the whole step cut into stages, and what their schedule takes.
 
-The step is planned over the mesh of one stage, its forward is cut where the chunks take equally
-long and little crosses, and every chunk's program is simulated section by section; the schedule's
-timeline gives the step, and the loop written out in the order of a stage's row gives its memory.
+The step is planned over the mesh of every stage (once for stages that are alike), its forward is
+cut where the chunks take equally long, each on its own devices, and little crosses, and every
+chunk's program is simulated section by section; the schedule's timeline gives the step, and the
+loop written out in the order of a stage's row gives its memory.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from itertools import pairwise
 
 from autopar.cost.node import NodeCost
 from autopar.errors import HintError, UnsupportedError
-from autopar.ir.graph import PARAMETER, Ref
+from autopar.ir.graph import DTYPE_BYTES, PARAMETER, Ref
 from autopar.lower.chunks import lower_chunks, on_one_rank
 from autopar.lower.overlap import overlap
 from autopar.lower.program import Message, Program, ProgramInput, Section
 from autopar.lower.rows import memory_turns, turns_of
-from autopar.lower.simulate import Prices, Simulation, simulate
+from autopar.lower.simulate import Simulation, prices, simulate
 from autopar.lower.spmd import Crossing
 from autopar.lower.unroll import unroll, with_refs
 from autopar.plan.records import Plan, StagePlan
@@ -32,10 +33,10 @@ from autopar.search.stages import (
     balanced_cuts,
     bounded_cuts,
     forward_order,
-    split_stages,
+    split_lanes,
 )
 from cost_models.cluster import Cluster
-from cost_models.collectives import axis_link, collective_s
+from cost_models.collectives import collective_s, pair_link
 
 SLACK = 0.02
 """Of the longest stage: what a cut may cost for fewer bytes to cross."""
@@ -82,16 +83,39 @@ class Layout:
         return True
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Kind:
+    """What stages that are alike have in common.
+
+    Attributes:
+        whole: A plan of the whole step on the mesh of such a stage.
+        cost: Prices nodes and collectives on its devices.
+    """
+
+    whole: StagePlan
+    cost: NodeCost
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A stage's ranks: what kind they are, and the global number of the first."""
+
+    kind: Kind
+    first_rank: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageResult:
     """What one stage of a pipeline takes.
 
     Attributes:
+        cost: What prices it.
         program: Of its first rank, with all its chunks.
         sections: Simulation of every section of every chunk, for one microbatch.
         peak: Simulation of the written-out loop, for its memory.
     """
 
+    cost: NodeCost
     program: Program
     sections: Mapping[tuple[Section, int], Simulation]
     peak: Simulation
@@ -112,17 +136,15 @@ class PipelineResult:
 
 def cut(
     analysis: Analysis,
-    cost: NodeCost,
-    whole: StagePlan,
+    lanes: Sequence[Lane],
     layout: Layout,
     settled: Plan | None = None,
 ) -> Pipeline:
-    """The plan of the whole step, cut into the chunks of a pipeline.
+    """Plans of the whole step, cut into the chunks of a pipeline.
 
     Args:
         analysis: The step.
-        cost: Prices its nodes.
-        whole: The plan of the whole step.
+        lanes: The ranks of every stage.
         layout: Stages, chunks and schedule.
         settled: A plan whose chunks hold the parameters already; they stay where they are.
 
@@ -131,20 +153,29 @@ def cut(
         UnsupportedError: No cut leaves every parameter on its settled chunk.
     """
     order = forward_order(analysis)
-    lanes = layout.lanes
-    if len(lanes) > len(order):
+    held = layout.lanes
+    if len(held) > len(order):
         chunks = "" if layout.num_chunks == 1 else f" of {layout.num_chunks} chunks"
         raise HintError(
             f"cannot cut {len(order)} ops into {layout.num_stages} stages{chunks}: every piece "
             f"needs one; use fewer stages{chunks and ' or chunks'}"
         )
-    seconds = _seconds_by_forward(analysis, cost, whole, order)
-    least = None if settled is not None else least_starts(analysis, layout.hints, lanes)
-    found = balanced_cuts(seconds, len(lanes)) if least is None else bounded_cuts(seconds, least)
+    wholes = [replace(lane.kind.whole, first_rank=lane.first_rank) for lane in lanes]
+    by_kind = {
+        kind: _seconds_by_forward(analysis, kind, order)
+        for kind in dict.fromkeys(lane.kind for lane in lanes)
+    }
+    seconds = [by_kind[lanes[stage].kind] for stage in held]
+    least = None if settled is not None else least_starts(analysis, layout.hints, held)
+    if least is None and len(by_kind) == 1:
+        found: tuple[int, ...] | None = balanced_cuts(seconds[0], len(held))
+    else:
+        anywhere = [[0] * (len(order) + 1)] * len(held)
+        found = bounded_cuts(seconds, anywhere if least is None else least)
     assert found is not None, "hints that cannot be met were refused"
     cuts = _narrowed(_crossing_bytes(analysis, order), seconds, found, least)
     if settled is None:
-        return split_stages(analysis, whole, cuts, lanes)
+        return split_lanes(analysis, wholes, cuts, held)
     owners = {p.name: n for n, stage in enumerate(settled.stages) for p in stage.parameters}
     read = _first_reads(analysis, order)
     moved = []
@@ -152,7 +183,7 @@ def cut(
         low = max((at + 1 for name, at in read.items() if owners[name] < number), default=1)
         high = min((at for name, at in read.items() if owners[name] >= number), default=len(order))
         moved.append(min(max(position, low), high))
-    return _with_owners(split_stages(analysis, whole, moved, lanes), owners, read)
+    return _with_owners(split_lanes(analysis, wholes, moved, held), wholes, owners, read)
 
 
 def _first_reads(analysis: Analysis, order: Sequence[str]) -> Mapping[str, int]:
@@ -178,7 +209,10 @@ def _first_reads(analysis: Analysis, order: Sequence[str]) -> Mapping[str, int]:
 
 
 def _with_owners(
-    pipeline: Pipeline, owners: Mapping[str, int], read: Mapping[str, int]
+    pipeline: Pipeline,
+    wholes: Sequence[StagePlan],
+    owners: Mapping[str, int],
+    read: Mapping[str, int],
 ) -> Pipeline:
     """The pipeline with every parameter on its settled stage, which must be the one that reads it.
 
@@ -193,17 +227,18 @@ def _with_owners(
                     f"first to read parameter {parameter.name!r}, which stage "
                     f"{owners[parameter.name]} holds; compile a module of its own for it"
                 )
-    everything = [parameter for stage in pipeline.stages for parameter in stage.parameters]
+    own = {whole.first_rank: whole.parameters for whole in wholes}
     stages = tuple(
-        replace(stage, parameters=tuple(p for p in everything if owners[p.name] == number))
+        replace(
+            stage,
+            parameters=tuple(p for p in own[stage.first_rank] if owners[p.name] == number),
+        )
         for number, stage in enumerate(pipeline.stages)
     )
     return replace(pipeline, stages=stages)
 
 
-def _seconds_by_forward(
-    analysis: Analysis, cost: NodeCost, whole: StagePlan, order: Sequence[str]
-) -> list[float]:
+def _seconds_by_forward(analysis: Analysis, kind: Kind, order: Sequence[str]) -> list[float]:
     """Seconds of every forward node with the backward of its module and line."""
     place = {name: position for position, name in enumerate(order)}
     by_source: dict[object, int] = {}
@@ -211,35 +246,37 @@ def _seconds_by_forward(
     for name in order:
         by_source[graph.by_name[name].source] = place[name]
     found = [0.0] * len(order)
-    for plan in whole.nodes:
+    for plan in kind.whole.nodes:
         node = graph.by_name[plan.name]
         at = place.get(node.name, by_source.get(node.source))
         if at is None:
             continue
         types = analysis.operand_types(node)
         rule = analysis.rules[node.name]
-        found[at] += cost.seconds(node, rule, types, plan.operands, plan.outputs)
+        found[at] += kind.cost.seconds(node, rule, types, plan.operands, plan.outputs)
     return found
 
 
 def _narrowed(
     crossing: Sequence[int],
-    seconds: Sequence[float],
+    seconds: Sequence[Sequence[float]],
     cuts: Sequence[int],
     least: Sequence[Sequence[int]] | None,
 ) -> tuple[int, ...]:
     """The cuts moved, within the slack and what hints ask for, to where fewest bytes cross."""
-    count = len(seconds)
+    count = len(crossing) - 1
     found = list(cuts)
 
     def longest() -> float:
-        return max(sum(seconds[a:b]) for a, b in pairwise([0, *found, count]))
+        pieces = pairwise([0, *found, count])
+        return max(sum(own[a:b]) for own, (a, b) in zip(seconds, pieces, strict=True))
 
     def met() -> bool:
         pieces = enumerate(pairwise([0, *found, count]))
         return least is None or all(a >= least[chunk][b] for chunk, (a, b) in pieces)
 
-    allowed = longest() + SLACK * sum(seconds) / (len(cuts) + 1)
+    even_s = 1 / sum(1 / max(sum(own), _LEAST_S) for own in seconds)
+    allowed = longest() + SLACK * even_s
     for index in range(len(found)):
         low = found[index - 1] + 1 if index else 1
         high = found[index + 1] if index + 1 < len(found) else count
@@ -251,6 +288,10 @@ def _narrowed(
                 best = position
         found[index] = best
     return tuple(found)
+
+
+_LEAST_S = 1e-30
+"""Instead of no seconds at all, where speeds are compared."""
 
 
 def _crossing_bytes(analysis: Analysis, order: Sequence[str]) -> list[int]:
@@ -270,8 +311,7 @@ def _crossing_bytes(analysis: Analysis, order: Sequence[str]) -> list[int]:
 
 def evaluate_pipeline(
     analysis: Analysis,
-    cost: NodeCost,
-    priced: Prices,
+    lanes: Sequence[Lane],
     pipeline: Pipeline,
     layout: Layout,
     cluster: Cluster,
@@ -280,16 +320,15 @@ def evaluate_pipeline(
 
     Args:
         analysis: The step.
-        cost: Prices nodes and collectives inside a stage.
-        priced: Prices instructions.
+        lanes: The ranks of every stage.
         pipeline: The chunks.
         layout: Stages, chunks and schedule.
         cluster: For the links between stages.
     """
-    mesh = pipeline.stages[0].mesh
     spec = schedule_named(layout.schedule)
-    rows = spec.generate(layout.num_stages, layout.num_chunks, mesh.microbatches)
-    turns = turns_of(layout.schedule, layout.num_stages, layout.num_chunks, mesh.microbatches)
+    microbatches = pipeline.stages[0].mesh.microbatches
+    rows = spec.generate(layout.num_stages, layout.num_chunks, microbatches)
+    turns = turns_of(layout.schedule, layout.num_stages, layout.num_chunks, microbatches)
     crossing = Crossing(
         transfers=pipeline.transfers,
         meshes=tuple(stage.mesh for stage in pipeline.stages),
@@ -297,13 +336,15 @@ def evaluate_pipeline(
     )
     results = []
     by_chunk: dict[int, tuple[Program, Mapping[Section, Simulation]]] = {}
-    for lane, row in enumerate(turns):
-        held = {n: pipeline.stages[n] for n, own in enumerate(layout.lanes) if own == lane}
+    for stage, row in enumerate(turns):
+        held = {n: pipeline.stages[n] for n, own in enumerate(layout.lanes) if own == stage}
+        cost = lanes[stage].kind.cost
+        priced = prices(cost.device, cost.collective_s)
         programs = lower_chunks(
             analysis.graph,
             analysis.rules,
             held,
-            (0,) * len(mesh.sizes),
+            (0,) * len(cost.mesh.sizes),
             cost.collective_s,
             crossing,
         )
@@ -314,16 +355,20 @@ def evaluate_pipeline(
         together = on_one_rank(analysis.graph, programs, held, priced)
         results.append(
             StageResult(
+                cost=cost,
                 program=together,
                 sections={(s, n): by_chunk[n][1][s] for n in held for s in Section},
                 peak=simulate(unroll(together, memory_turns(row)), priced),
             )
         )
     chunks = [by_chunk[number] for number in range(len(by_chunk))]
-    link = axis_link(cluster, (layout.num_stages, mesh.num_ranks), 0)
+    first = [lanes[stage].first_rank for stage in layout.lanes]
+    programs_of = [program for program, _ in chunks]
     sends = [
-        collective_s("send", _sent_bytes(program.sends, number + 1), link)
-        for number, (program, _) in enumerate(chunks[:-1])
+        collective_s(
+            "send", _border_bytes(programs_of, at), pair_link(cluster, *first[at : at + 2])
+        )
+        for at in range(len(chunks) - 1)
     ]
     times = [_chunk_time(sections) for _, sections in chunks]
     timeline = simulate_schedule(rows, times, sends)
@@ -345,9 +390,25 @@ def _chunk_time(sections: Mapping[Section, Simulation]) -> ChunkTime:
     )
 
 
-def _sent_bytes(sends: Sequence[Message], chunk: int) -> int:
+def _border_bytes(programs: Sequence[Program], chunk: int) -> int:
+    """Most bytes that a rank sends, or gets, from a chunk to the next one for one microbatch.
+
+    Args:
+        programs: Of the first rank of every chunk.
+        chunk: Before the border.
+    """
+    return max(
+        _moved_bytes(programs[chunk].sends, chunk + 1),
+        _moved_bytes(programs[chunk + 1].receives, chunk),
+    )
+
+
+def _moved_bytes(messages: Sequence[Message], peer: int) -> int:
     return sum(
-        m.local_type.num_bytes for m in sends if m.peer == chunk and m.section is Section.FORWARD
+        part.num_elements * DTYPE_BYTES[m.local_type.dtype]
+        for m in messages
+        if m.peer == peer and m.section is Section.FORWARD
+        for part in m.parts
     )
 
 

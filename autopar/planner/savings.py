@@ -10,8 +10,16 @@ from autopar.plan.records import Saving, StagePlan
 from autopar.search.analysis import Analysis
 
 
-def savings(analysis: Analysis, cost: NodeCost, stages: Sequence[StagePlan]) -> tuple[Saving, ...]:
-    """One entry for every decision of a plan's stages, in their order."""
+def savings(
+    analysis: Analysis, costs: Sequence[NodeCost], stages: Sequence[StagePlan]
+) -> tuple[Saving, ...]:
+    """One entry for every decision of a plan's stages, in their order.
+
+    Args:
+        analysis: The step.
+        costs: Prices nodes, on every stage's devices.
+        stages: The stages.
+    """
     late = {
         analysis.root(ref).root
         for node in analysis.graph.nodes
@@ -20,7 +28,7 @@ def savings(analysis: Analysis, cost: NodeCost, stages: Sequence[StagePlan]) -> 
     }
     return tuple(
         saving
-        for stage in stages
+        for cost, stage in zip(costs, stages, strict=True)
         for made in (_recomputed(analysis, cost, stage, late), _offloaded(analysis, cost, stage))
         for saving in made
     )

@@ -46,7 +46,52 @@ def meshes(
     if all(degree is None for degree in roles):
         return tuple(_free_meshes(cluster, num_stages, max_axes))
     assert degrees is not None
-    return tuple(_role_meshes(cluster, degrees, num_stages))
+    where = f"of cluster {cluster.name!r}"
+    if num_stages > 1:
+        where = f"of each of {num_stages} stages {where}"
+    return tuple(_role_meshes(cluster.num_devices // num_stages, where, degrees))
+
+
+def stage_meshes(
+    cluster: Cluster, degrees: Degrees | None, num_stages: int
+) -> tuple[tuple[Mesh, ...], ...]:
+    """Choices of a mesh for every stage, the likeliest first: alike, or of degrees of their own.
+
+    Raises:
+        HintError: The degrees do not multiply to the ranks.
+        UnsupportedError: Expert degrees, for now.
+    """
+    if degrees is None or not degrees.is_unlike:
+        return tuple(
+            (mesh,) * num_stages for mesh in meshes(cluster, degrees, num_stages=num_stages)
+        )
+    found: list[Mesh] = []
+    for stage in range(num_stages):
+        own = degrees.of_stage(stage)
+        ranks = math.prod(getattr(own, role) for role in ROLES)
+        found += _role_meshes(ranks, f"of stage {stage}", own)
+    total = sum(mesh.num_ranks for mesh in found)
+    if total != cluster.num_devices:
+        counts = " + ".join(str(mesh.num_ranks) for mesh in found)
+        raise HintError(
+            f"cannot lay stages of {counts} = {total} ranks on the {cluster.num_devices} ranks of "
+            f"cluster {cluster.name!r}: every rank is on one stage; change a degree"
+        )
+    return (tuple(found),)
+
+
+def common_rows(meshes: Sequence[Mesh]) -> int:
+    """Rows of the batch that let unlike meshes run the same microbatches; see `Mesh`.
+
+    An axis without a role may split the batch too.
+    """
+    if len(set(meshes)) == 1:
+        return 1
+    splits = [
+        math.prod(n for n, role in zip(mesh.sizes, mesh.roles, strict=True) if role in ("dp", ""))
+        for mesh in meshes
+    ]
+    return math.lcm(*splits)
 
 
 def _free_meshes(cluster: Cluster, num_stages: int, max_axes: int) -> Iterator[Mesh]:
@@ -81,8 +126,7 @@ def _halves(size: int) -> Sequence[int]:
     return sorted(divisors, key=lambda d: (abs(math.log(d * d / size)), d))[:2]
 
 
-def _role_meshes(cluster: Cluster, degrees: Degrees, num_stages: int) -> Iterator[Mesh]:
-    ranks = cluster.num_devices // num_stages
+def _role_meshes(ranks: int, where: str, degrees: Degrees) -> Iterator[Mesh]:
     if degrees.ep is not None and degrees.ep > 1:
         raise UnsupportedError(
             f"cannot plan with ep={degrees.ep}: this version has no expert axis; use ep=1"
@@ -91,9 +135,6 @@ def _role_meshes(cluster: Cluster, degrees: Degrees, num_stages: int) -> Iterato
     fixed = math.prod(d for d in given.values() if d is not None)
     open_roles = [role for role, degree in given.items() if degree is None]
     said = " x ".join(f"{role}={d}" for role, d in given.items() if d is not None)
-    where = f"of cluster {cluster.name!r}"
-    if num_stages > 1:
-        where = f"of each of {num_stages} stages {where}"
     if ranks % fixed or (fixed != ranks and not open_roles):
         raise HintError(
             f"cannot lay degrees {said} = {fixed} on {ranks} ranks {where}: they must multiply to "

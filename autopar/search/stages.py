@@ -102,23 +102,25 @@ def least_firsts(
 
 
 def bounded_cuts(
-    seconds: Sequence[float], least: Sequence[Sequence[int]]
+    by_stage: Sequence[Sequence[float]], least: Sequence[Sequence[int]]
 ) -> tuple[int, ...] | None:
-    """As `balanced_cuts` within bounds, to 1e-9 of the sum; None if there are no such cuts.
+    """As `balanced_cuts` within bounds, for stages of any speeds; None if there are no such cuts.
 
-    The longest stage is found by bisection: for a length, the ends that every stage can reach.
+    The longest stage is found by bisection, to 1e-9 of the longest there could be: for a length,
+    the ends that every stage can reach.
 
     Args:
-        seconds: Of each forward node, its backward included.
+        by_stage: For every stage, the seconds it takes for each forward node.
         least: As of `least_firsts`.
     """
-    sums = np.concatenate([[0.0], np.cumsum(seconds)])
+    sums = [np.concatenate([[0.0], np.cumsum(seconds)]) for seconds in by_stage]
     bounds = [np.asarray(own) for own in least]
-    low_s, high_s = 0.0, float(sums[-1])
+    most_s = max(float(own[-1]) for own in sums)
+    low_s, high_s = 0.0, most_s
     found = _reached(sums, bounds, high_s)
     if found is None:
         return None
-    while high_s - low_s > 1e-9 * float(sums[-1]):
+    while high_s - low_s > 1e-9 * most_s:
         middle_s = (low_s + high_s) / 2
         reached = _reached(sums, bounds, middle_s)
         if reached is None:
@@ -126,9 +128,10 @@ def bounded_cuts(
         else:
             high_s, found = middle_s, reached
     cuts: list[int] = []
-    end = len(seconds)
+    end = len(by_stage[0])
     for stage in range(len(least) - 1, 0, -1):
-        first = max(bounds[stage][end], np.searchsorted(sums, sums[end] - high_s - _ROUNDING))
+        own = sums[stage]
+        first = max(bounds[stage][end], np.searchsorted(own, own[end] - high_s - _ROUNDING))
         end = int(first + np.flatnonzero(found[stage][first:end])[0])
         cuts.append(end)
     return tuple(reversed(cuts))
@@ -138,13 +141,13 @@ _ROUNDING = 1e-15
 
 
 def _reached(
-    sums: np.ndarray, bounds: Sequence[np.ndarray], longest_s: float
+    sums: Sequence[np.ndarray], bounds: Sequence[np.ndarray], longest_s: float
 ) -> list[np.ndarray] | None:
     """For every stage, whether it can begin at each position; None if the last cannot end."""
-    ends = np.arange(len(sums))
-    shortest = np.searchsorted(sums, sums - longest_s - _ROUNDING)
+    ends = np.arange(len(sums[0]))
     reached = [ends == 0]
-    for least in bounds:
+    for own, least in zip(sums, bounds, strict=True):
+        shortest = np.searchsorted(own, own - longest_s - _ROUNDING)
         before = np.concatenate([[0], np.cumsum(reached[-1])])
         first = np.minimum(np.maximum(least, shortest), ends)
         reached.append(before[ends] > before[first])

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+import operator
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from cost_models.cluster import Cluster, Devices, Level
-from cost_models.collectives import AxisLink, Collective, Hop, axis_link, collective_s
+from cost_models.collectives import (
+    AxisLink,
+    Collective,
+    Hop,
+    axis_link,
+    collective_s,
+    pair_link,
+)
 from cost_models.devices import device_named
 from cost_models.errors import ClusterSpecError
 from tests.cost_models import published
@@ -268,3 +277,24 @@ def test_from_64_kib_on_no_published_collective_is_missed_by_a_third() -> None:
     for item in published.collectives():
         if float(item.row["size_bytes"] or 2**34) >= 2**16:
             assert item.predicted_s == pytest.approx(item.measured_s, rel=1 / 3), item.row
+
+
+@given(clusters(), BYTES, st.data())
+def test_a_pair_of_ranks_sends_over_the_level_that_joins_them(
+    cluster: Cluster, size: float, data: st.DataObject
+) -> None:
+    ranks = st.integers(0, cluster.num_devices - 1)
+    first, second = data.draw(ranks), data.draw(ranks)
+    link = pair_link(cluster, first, second)
+    assert link == pair_link(cluster, second, first)
+    units = list(itertools.accumulate((level.size for level in cluster.levels), operator.mul))
+    joined = [at for at, unit in enumerate(units) if first // unit == second // unit]
+    assert [hop.level for hop in link.hops] == [
+        cluster.levels[at] for at in joined[:1] if link.hops
+    ]
+    assert bool(link.hops) == (first != second)
+    # The axis of both, where one is laid so, is the same link.
+    distance = abs(second - first)
+    if distance in units and min(first, second) % (2 * distance) == 0:
+        axis = axis_link(cluster, (2, distance), 0, min(first, second))
+        assert collective_s("send", size, link) == collective_s("send", size, axis)

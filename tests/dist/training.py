@@ -15,7 +15,7 @@ import autopar
 from autopar import hint
 from autopar.capture.keyed import keyed
 from autopar.plan.serialize import from_json
-from tests.oracles.models import DRAWING, MODELS, Built
+from tests.oracles.models import DRAWING, MODELS, Built, unet
 
 STEPS = 5
 SEED = 17
@@ -48,6 +48,17 @@ HINTS |= {
     for name in ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v")
     if name != "interleaved" or count == 2  # whole rounds of both stages
 }
+
+UNLIKE: dict[str, hint.Degrees] = {
+    "2+1+1": hint.degrees(dp=(2, 1, 1)),
+    "tp2+1+1": hint.degrees(tp=(2, 1, 1)),
+    "1+dp2+1": hint.degrees(dp=(1, 2, 1)),
+    "dp2+tp2": hint.degrees(dp=(2, 1), tp=(1, 2)),
+    "zero3x2+tp2": hint.degrees(dp=(2, 1), tp=(1, 2), zero=3),
+    "dp3+1": hint.degrees(dp=(3, 1)),
+    "4+2+1+1": hint.degrees(dp=(4, 2, 1, 1)),
+}
+"""Stages of unlike meshes, by what is added up."""
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -98,7 +109,7 @@ def train(model: nn.Module, step: Any, clip: Any) -> dict[str, Any]:
 
 def build(name: str, samples: int | None = None) -> Built:
     """A model of the oracles, with that many samples, no two of them alike."""
-    model, batch, loss = (MODELS | DRAWING)[name]()
+    model, batch, loss = (MODELS | DRAWING | {"unet": unet})[name]()
     if samples is not None:
         more = {key: value.roll(1, -1) for key, value in batch.items()}
         batch = {key: torch.cat([value, more[key]])[:samples] for key, value in batch.items()}

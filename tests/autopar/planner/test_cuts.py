@@ -44,9 +44,11 @@ def modules_of(plan: Plan, chunk: int) -> set[str]:
 
 @given(st.data())
 def test_bounded_cuts_equal_brute_force(data: st.DataObject) -> None:
-    seconds = data.draw(st.lists(st.integers(0, 9).map(float), min_size=2, max_size=8))
-    count = len(seconds)
+    count = data.draw(st.integers(2, 8))
+    speed = st.lists(st.integers(0, 9).map(float), min_size=count, max_size=count)
     lanes = data.draw(st.sampled_from([[0], [0, 1], [0, 1, 0], [0, 1, 1, 0]]))
+    by_lane = data.draw(st.tuples(speed, speed))
+    seconds = [by_lane[lane] for lane in lanes]
     cuts = data.draw(st.sets(st.integers(1, count - 1), max_size=2))
     homes = data.draw(st.dictionaries(st.integers(0, count - 1), st.integers(0, 1), max_size=2))
     longest = []
@@ -54,12 +56,17 @@ def test_bounded_cuts_equal_brute_force(data: st.DataObject) -> None:
         pieces = list(itertools.pairwise([0, *places, count]))
         runs = {at: lane for lane, (a, b) in zip(lanes, pieces, strict=True) for at in range(a, b)}
         if cuts <= set(places) and all(runs[at] == lane for at, lane in homes.items()):
-            longest.append(max(sum(seconds[a:b]) for a, b in pieces))
+            longest.append(longest_of(seconds, pieces))
     found = bounded_cuts(seconds, least_firsts(count, cuts, homes, lanes))
     assert (found is None) == (not longest)
     if found is not None:
         pieces = list(itertools.pairwise([0, *found, count]))
-        assert max(sum(seconds[a:b]) for a, b in pieces) == min(longest)
+        assert longest_of(seconds, pieces) == min(longest)
+
+
+def longest_of(seconds: list[list[float]], pieces: list[tuple[int, int]]) -> float:
+    """Seconds of the stage that takes longest; each has its own for every node."""
+    return max(sum(own[a:b]) for own, (a, b) in zip(seconds, pieces, strict=True))
 
 
 def test_a_stage_begins_where_a_hint_says() -> None:
