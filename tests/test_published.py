@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +14,7 @@ from tests.benchmarks.families import Skipped, run_of
 from tests.benchmarks.occupied import Fit, fit, peak_bytes
 from tests.benchmarks.predict import saved_bytes
 from tests.benchmarks.published import ROWS
+from tests.benchmarks.ranking import Ranked, ranking, repeats
 
 with ROWS.open() as file:
     BY_ID = {row["id"]: row for row in csv.DictReader(file)}
@@ -51,3 +53,16 @@ def test_peaks_of_zero_bubble_pipelines_are_within_10_percent(name: str) -> None
 def test_a_run_that_ran_out_of_memory_does_not_fit_and_one_that_ran_does() -> None:
     assert fit(run_of(BY_ID["dtfm_grid-038"])) is Fit.NOT
     assert fit(run_of(BY_ID["dtfm_grid-022"])) is Fit.SURE
+
+
+def test_ranking_leaves_out_ties_and_one_plan_measured_twice() -> None:
+    run = run_of(BY_ID["dtfm_grid-022"])
+    other, third = replace(run, layers=12), replace(run, layers=6)
+    group = [Ranked(run, 1.0, 2.0), Ranked(other, 2.0, 2.01), Ranked(third, 3.0, 1.0)]
+    found = ranking([group, [Ranked(run, 1.0, 1.0), Ranked(run, 1.0, 1.1)]])
+    assert found.num_groups == 1
+    assert found.tau == pytest.approx(-1 / 3)
+    assert found.tau_apart == -1
+    assert found.regret == pytest.approx(1)
+    assert found.num_close == 0
+    assert repeats([*group, Ranked(run, 1.0, 2.2)]) == pytest.approx([0.1])

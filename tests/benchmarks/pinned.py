@@ -21,7 +21,7 @@ from autopar.plan.records import NodePlan, ParameterPlan, StagePlan
 from autopar.rules.strategies import Strategy, strategies
 from autopar.search.analysis import Analysis
 
-COLUMNS = ("q", "k", "v", "up", "gate", "head", "embedding")
+COLUMNS = ("q", "k", "v", "qkv", "up", "gate", "head", "embedding")
 ROWS = ("o", "down")
 
 

@@ -14,7 +14,7 @@ from autopar.ir.sharding import Mesh
 from autopar.lower.live import byte_changes, live_bytes, storages
 from autopar.lower.overlap import overlap
 from autopar.lower.program import COLLECTIVES, WAIT, Program
-from autopar.lower.simulate import Prices, prices, simulate
+from autopar.lower.simulate import Prices, Simulation, prices, simulate
 from autopar.lower.spmd import lower
 from autopar.schedules import SCHEDULES, ChunkTime, Costs, Schedule, Size
 from autopar.schedules import simulate as run_schedule
@@ -34,6 +34,13 @@ EAGER_OP_S = 22e-6
 Fitted 2026-11-30 to the launch-bound cells of vTrain's grid (hidden 1024, one sequence), which run
 Megatron-DeepSpeed with PyTorch 2.0 on hosts of 2.25 GHz. Programs of autopar have neither modules
 nor autograd; they take ``Device.host_op_s``.
+"""
+
+EAGER_JOIN_S = 30e-6
+"""Seconds that a collective adds where computation waits for it, beside those of the collective.
+
+Two streams wait for each other. Published all-reduces of 2, 4 and 8 A100 take 72, 83 and 100 us of
+short tensors in a program (fitted to public tables, 2026-11), 23 to 34 more than alone.
 """
 
 
@@ -234,41 +241,75 @@ def _unit(
     sequence_parallel: bool,
     reduced_bytes: float,
 ) -> Unit:
-    """Differences of one and two layers (two and three under FSDP, whose gathers run ahead)."""
+    """Differences of one and two layers (two and three under FSDP, whose gathers run ahead).
+
+    Host and device are simulated apart and the slower of the two counts, of a layer and of the
+    rest: in so short a program a host would get ahead in the rest, which it does not in a long one.
+    """
     fewer, programs, inside = _programs(style, sizes, dtype, cluster, tp, dp, sequence_parallel)
     seconds = axis_seconds(cluster, programs[0].mesh)
-    priced = prices(cluster.device(0), seconds)
-    priced = replace(priced, host_op_s=EAGER_OP_S, host_view_s=EAGER_OP_S)
+    priced = replace(prices(cluster.device(0), _joined(seconds)), host_op_s=0.0)
     wider = reduced_bytes / (4 if dtype == "float32" else 2)
     if dp > 1 and wider != 1:
-        priced = replace(priced, collective_s=_reduced_in(seconds, wider))
-    found = [(simulate(p, priced), _forward_kinds(p, priced)) for p in programs]
-    (small, small_kinds), (large, large_kinds) = found
-    forward_s = large.forward_s - small.forward_s
-    backward_s = large.seconds - large.forward_s - small.seconds + small.forward_s
+        priced = replace(priced, collective_s=_reduced_in(priced.collective_s, wider))
+    small, large = (simulate(p, priced) for p in programs)
+    layer, rest = _parts(fewer, _passes_s(small), _passes_s(large))
+    host, rest_host = _parts(fewer, *map(_host_s, programs))
+    small_kinds, large_kinds = (_forward_kinds(p, priced) for p in programs)
     kinds = {kind: large_kinds[kind] - small_kinds[kind] for kind in large_kinds}
     compute_s = kinds["product"] + kinds["attention"] + kinds["memory"]
-    core_s = kinds["attention"] + kinds["core"]
+    forward_s = max(layer[0], host[0])
     again = {
         "none": 0.0,
-        "full": compute_s if dp > 1 else forward_s,
+        "full": max(compute_s, host[0]) if dp > 1 else forward_s,
         "half": compute_s / 2,
         "op": kinds["memory"] + kinds["product"] / 2,
-        "attention": core_s,
+        "attention": kinds["attention"] + kinds["core"],
     }
+    unreduced_s = layer[1]
+    if dp > 1:
+        free = replace(priced, collective_s=_reduced_in(priced.collective_s, 0.0))
+        passes = [_passes_s(simulate(p, free)) for p in programs]
+        unreduced_s = _parts(fewer, *passes)[0][1]
     saved = large.saved_bytes - small.saved_bytes
     return Unit(
         forward_s=forward_s,
-        backward_s=backward_s,
-        unreduced_s=_unreduced_s(programs, priced) if dp > 1 else backward_s,
-        rest_forward_s=small.forward_s - fewer * forward_s,
-        rest_backward_s=small.seconds - small.forward_s - fewer * backward_s,
+        backward_s=max(layer[1], host[1]),
+        unreduced_s=max(unreduced_s, host[1]),
+        rest_forward_s=max(rest[0], rest_host[0]),
+        rest_backward_s=max(rest[1], rest_host[1]),
         again_s=again,
         weight_s=kinds["product"],
         saved_bytes=saved,
         rest_bytes=small.peak_bytes - small.gradient_bytes - fewer * saved,
         working_bytes=_working_bytes(programs[0], inside) - (fewer - 1) * saved,
     )
+
+
+Passes = tuple[float, float]
+"""Seconds of a forward and of a backward."""
+
+
+def _passes_s(simulated: Simulation) -> Passes:
+    return simulated.forward_s, simulated.seconds - simulated.forward_s
+
+
+def _host_s(program: Program) -> Passes:
+    """Of the host to issue a program's ops, views among them."""
+    issued = [i for i in program.instructions if i.op != WAIT]
+    backward = sum(i.phase is Phase.BACKWARD for i in issued)
+    return EAGER_OP_S * (len(issued) - backward), EAGER_OP_S * backward
+
+
+def _parts(fewer: int, small: Passes, large: Passes) -> tuple[Passes, Passes]:
+    """Of one layer, and of all that is none, from programs of `fewer` layers and of one more."""
+    layer = large[0] - small[0], large[1] - small[1]
+    return layer, (small[0] - fewer * layer[0], small[1] - fewer * layer[1])
+
+
+def _joined(seconds: CollectiveSeconds) -> CollectiveSeconds:
+    """Prices of collectives with what an eager framework adds."""
+    return lambda kind, size, axis: seconds(kind, size, axis) + EAGER_JOIN_S
 
 
 def _reduced_in(seconds: CollectiveSeconds, wider: float) -> CollectiveSeconds:
@@ -279,13 +320,6 @@ def _reduced_in(seconds: CollectiveSeconds, wider: float) -> CollectiveSeconds:
         return seconds(kind, round(tensor_bytes * wider) if reduces else tensor_bytes, axis)
 
     return found
-
-
-def _unreduced_s(programs: tuple[Program, Program], priced: Prices) -> float:
-    """Of a layer's backward whose gradients stay where they are."""
-    free = replace(priced, collective_s=_reduced_in(priced.collective_s, 0.0))
-    small, large = (simulate(p, free) for p in programs)
-    return large.seconds - large.forward_s - small.seconds + small.forward_s
 
 
 @cache

@@ -35,6 +35,7 @@ class Style:
         dropout: Dropout of attention weights, and behind both parts of a layer where not fused.
         scaled: Where attention is not one kernel, scaling its scores is a kernel, too.
         causal: A fused attention skips what is masked.
+        joined: One product makes queries, keys and values, of as many heads each.
         loss: ``torch``, of fp32 logits; or ``fused``, which reads the logits once and turns them
             into their gradients.
     """
@@ -45,6 +46,7 @@ class Style:
     dropout: bool = False
     scaled: bool = False
     causal: bool = True
+    joined: bool = False
     loss: str = "torch"
 
 
@@ -121,9 +123,12 @@ class Layer(nn.Module):
         hidden = heads * width
         self.norm1 = RMSNorm(hidden, style.fused) if llama else nn.LayerNorm(hidden)
         self.norm2 = RMSNorm(hidden, style.fused) if llama else nn.LayerNorm(hidden)
-        self.q = nn.Linear(hidden, hidden, bias=False)
-        self.k = nn.Linear(hidden, GROUPS * width, bias=False)
-        self.v = nn.Linear(hidden, GROUPS * width, bias=False)
+        if style.joined:
+            self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
+        else:
+            self.q = nn.Linear(hidden, hidden, bias=False)
+            self.k = nn.Linear(hidden, GROUPS * width, bias=False)
+            self.v = nn.Linear(hidden, GROUPS * width, bias=False)
         self.o = nn.Linear(hidden, hidden, bias=False)
         self.up = nn.Linear(hidden, FFN, bias=False)
         self.gate = nn.Linear(hidden, FFN, bias=False) if llama else None
@@ -146,9 +151,13 @@ class Layer(nn.Module):
 
     def _attention(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         b, s, _ = x.shape
-        q = self.q(x).view(b, s, GROUPS * self.per_group, 2 * HALF).transpose(1, 2)
-        k = self.k(x).view(b, s, GROUPS, 2 * HALF).transpose(1, 2)
-        v = self.v(x).view(b, s, GROUPS, 2 * HALF).transpose(1, 2)
+        if self.style.joined:
+            parts = self.qkv(x).view(b, s, GROUPS, 3, 2 * HALF).unbind(3)
+            q, k, v = (part.transpose(1, 2) for part in parts)
+        else:
+            q = self.q(x).view(b, s, GROUPS * self.per_group, 2 * HALF).transpose(1, 2)
+            k = self.k(x).view(b, s, GROUPS, 2 * HALF).transpose(1, 2)
+            v = self.v(x).view(b, s, GROUPS, 2 * HALF).transpose(1, 2)
         if self.rotary is not None:
             q, k = self.rotary(q, cos, sin), self.rotary(k, cos, sin)
         if self.style.flash:
