@@ -15,6 +15,7 @@ from autopar import hint
 from autopar.errors import AutoparError
 
 if TYPE_CHECKING:
+    from autopar import optim
     from autopar.api import compile, plan
     from autopar.capture.precision import Precision
     from autopar.cluster import Cluster
@@ -35,6 +36,7 @@ __all__ = [
     "compile",
     "hint",
     "load",
+    "optim",
     "plan",
     "rule",
 ]
@@ -48,6 +50,7 @@ _PLACES = {
     "clip_grad_norm_": "autopar.runtime.clip:clip_grad_norm_",
     "compile": "autopar.api:compile",
     "load": "autopar.runtime.checkpoint:load",
+    "optim": "autopar.optim",
     "plan": "autopar.api:plan",
     "rule": "autopar.rules.table:user_rule",
 }
@@ -60,7 +63,8 @@ class _Package(ModuleType):
         if name not in _PLACES:
             raise AttributeError(f"module 'autopar' has no attribute {name!r}")
         place, _, attribute = _PLACES[name].partition(":")
-        return getattr(importlib.import_module(place), attribute)
+        found = importlib.import_module(place)
+        return getattr(found, attribute) if attribute else found
 
     def __setattr__(self, name: str, value: object) -> None:
         if name != "plan" or not isinstance(value, ModuleType):

@@ -30,6 +30,7 @@ from autopar.lower.program import Program
 from autopar.lower.rows import turns_of
 from autopar.lower.simulate import prices
 from autopar.lower.spmd import Crossing
+from autopar.optim import BUCKET_ELEMENTS, AdamW
 from autopar.options import ADAMW, OptimizerSpec, Options, rules_by_op
 from autopar.plan.check import check
 from autopar.plan.records import NodePlan, Plan
@@ -196,6 +197,7 @@ def optimizer_spec(optimizer: Optimizer) -> OptimizerSpec:
     kind: Any = partial.func
     options = partial.keywords
     moments = {
+        AdamW: 2,
         torch.optim.AdamW: 2 + bool(options.get("amsgrad")),
         torch.optim.Adam: 2 + bool(options.get("amsgrad")),
         torch.optim.NAdam: 2,
@@ -211,7 +213,8 @@ def optimizer_spec(optimizer: Optimizer) -> OptimizerSpec:
             f"cannot tell the state of optimizer {getattr(kind, '__name__', kind)!r}: give "
             "autopar.OptimizerSpec(state_bytes=...) with its bytes a parameter element"
         )
-    return OptimizerSpec(moments=moments)
+    bucket = options.get("bucket_elements", BUCKET_ELEMENTS) if kind is AdamW else None
+    return OptimizerSpec(moments=moments, host_bucket_elements=bucket)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -98,6 +98,10 @@ def plan(
     ] = None,
     precision: PrecisionOption = None,
     hint: HintOption = None,
+    optimizer: Annotated[
+        str,
+        typer.Option(help="torch: its AdamW; autopar: ours, whose state may be in host memory."),
+    ] = "torch",
     output: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option("-o", "--output", help="Save the plan as JSON."),
@@ -106,7 +110,7 @@ def plan(
 ) -> None:
     """Search the fastest plan that fits in memory; needs no GPU and no process group."""
     from autopar.api import plan as search
-    from autopar.inputs import load_cluster, load_subject, parse_hints
+    from autopar.inputs import load_cluster, load_subject, optimizer_named, parse_hints
     from autopar.options import Options
     from autopar.plan.text import plan_view
 
@@ -124,6 +128,7 @@ def plan(
             where,
             subject.batch,
             loss=subject.loss,
+            optimizer=optimizer_named(optimizer),
             precision=precision,
             hints=hints,
             options=Options(time_limit_s=time_limit),

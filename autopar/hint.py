@@ -107,6 +107,11 @@ class Offload:
 
 
 @dataclass(frozen=True, slots=True)
+class OffloadStates:
+    """The optimizer's state lies in host memory."""
+
+
+@dataclass(frozen=True, slots=True)
 class CutBefore:
     """A pipeline stage begins at the module."""
 
@@ -143,6 +148,7 @@ Hint = (
     | Recompute
     | Keep
     | Offload
+    | OffloadStates
     | Later
 )
 
@@ -279,16 +285,20 @@ def keep(pattern: str) -> Keep:
     return Keep(pattern)
 
 
-def offload(pattern: str, what: str = "activations") -> Offload:
-    """Keep activations inside the modules that match in host memory until the backward.
+def offload(pattern: str, what: str | None = None) -> Offload | OffloadStates:
+    """Keep activations inside the modules that match, or the optimizer's state, in host memory.
 
     Args:
-        pattern: Glob over module paths; everything inside a module that matches belongs to it.
-        what: ``"activations"``.
+        pattern: Glob over module paths; everything inside a module that matches belongs to it. Or
+            ``"optimizer"``, for the state of all parameters.
+        what: ``"activations"``; left out, what the pattern says.
 
     Raises:
         HintError: It is something else that is to be offloaded.
     """
+    if what is None and pattern == "optimizer":
+        return OffloadStates()
+    what = what or "activations"
     if what != "activations":
         raise HintError(
             f"cannot offload {what!r} of modules {pattern!r}: activations are what modules can put "

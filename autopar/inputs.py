@@ -21,6 +21,7 @@ from autopar.cluster import Cluster
 from autopar.configs import Wanted, build_model, read_config
 from autopar.errors import AutoparError, ClusterError, HintError
 from autopar.hint import Hint
+from autopar.optim import AdamW
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +190,18 @@ def load_cluster(name: str, nodes: int | None = None) -> Cluster:
         )
     number = int(count or 1)
     return Cluster.local(number) if kind == "local" else Cluster.preset(kind, nodes=number)
+
+
+def optimizer_named(name: str) -> type[torch.optim.Optimizer]:
+    """The AdamW that a name means: ``torch`` or ``autopar``.
+
+    Raises:
+        AutoparError: It is neither.
+    """
+    kinds: dict[str, type[torch.optim.Optimizer]] = {"torch": torch.optim.AdamW, "autopar": AdamW}
+    if name not in kinds:
+        raise AutoparError(f"cannot use optimizer {name!r}: there are torch and autopar")
+    return kinds[name]
 
 
 DEGREES = tuple(item.name for item in fields(hint.Degrees))

@@ -21,10 +21,12 @@ from autopar.capture.keyed import keyed
 from autopar.capture.precision import AS_IT_IS, Precision, casting, precision_of
 from autopar.hint import Hint
 from autopar.inputs import Subject, load_cluster, load_subject, parse_hints
+from autopar.optim import AdamW
 from autopar.options import Options
 from autopar.plan.text import add_row, table
 from autopar.plan.wording import fold_names
 from autopar.runtime.clip import clip_grad_norm_
+from autopar.runtime.optimizer import has_host_state
 from autopar.spawn import Event, run_workers, work
 
 SEED = 0
@@ -214,7 +216,9 @@ def report_view(report: Report) -> RenderableType:
 
 def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
     """AdamW; its eps keeps gradients that are zero up to rounding from becoming whole steps."""
-    return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-5)
+    own = list(parameters)
+    kind = AdamW if any(map(has_host_state, own)) else torch.optim.AdamW
+    return kind(own, lr=1e-3, eps=1e-5)
 
 
 def train(

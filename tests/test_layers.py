@@ -15,7 +15,7 @@ LAYERS = (
     ("autopar.inputs", "autopar.spawn"),
     ("autopar.configs",),
     ("autopar.api",),
-    ("autopar.report",),
+    ("autopar.report", "autopar.optim"),
     ("autopar.runtime",),
     ("autopar.planner",),
     ("autopar.lower",),

@@ -76,11 +76,12 @@ class _Walk:
         self.sent: dict[str, Ref] = {}
         self.copies: set[str] = set()
         self.on_host: set[Ref] = set()
-        for item in program.inputs:
-            ref = Ref(item.name)
+        entering = [(Ref(item.name), item.local_type) for item in program.inputs]
+        entering += [(message.ref, message.local_type) for message in program.receives]
+        for ref, kind in entering:
             self.owner[ref] = ref
-            self.types[ref] = item.local_type
-            self.strides[ref] = dense(item.local_type.shape)
+            self.types[ref] = kind
+            self.strides[ref] = dense(kind.shape)
 
     def step(self, at: int) -> None:
         instruction = self.instructions[at]

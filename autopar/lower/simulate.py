@@ -264,6 +264,7 @@ _NO_USE = ("", 0, "")
 
 def _steps(program: Program, cost: Prices, memory: Storages) -> list[_Step]:
     types: dict[Ref, TensorType] = {Ref(i.name): i.local_type for i in program.inputs}
+    types |= {message.ref: message.local_type for message in program.receives}
     place: dict[str, int] = {}
     found = []
     for at, instruction in enumerate(program.instructions):

@@ -29,6 +29,7 @@ class ParameterPlan:
         stored: Sharding of the parameter, its gradient and its optimizer state between steps.
         used: Shardings in which nodes read it, in the forward then the backward.
         trainable: Whether it gets a gradient.
+        state_on_host: Whether its optimizer state lies in host memory.
     """
 
     name: str
@@ -36,6 +37,7 @@ class ParameterPlan:
     stored: Sharding
     used: tuple[Sharding, ...] = ()
     trainable: bool = True
+    state_on_host: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -259,9 +259,10 @@ def parameter_cells(parameter: ParameterPlan, mesh: Mesh) -> tuple[str, ...]:
     """Shape, stored and used sharding of a parameter."""
     used = dict.fromkeys(sharding_text(sharding, mesh) for sharding in parameter.used)
     words = " then ".join(used) or "not used"
+    stored = sharding_text(parameter.stored, mesh)
     return (
         dims_text(parameter.type.shape),
-        sharding_text(parameter.stored, mesh),
+        f"{stored}, state on host" if parameter.state_on_host else stored,
         words if parameter.trainable else f"{words}, frozen",
     )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.cost.node import NodeCost, axis_seconds, update_bytes_per_s
@@ -23,7 +23,7 @@ from autopar.lower.program import LOOP, Program
 from autopar.lower.ranks import distinct_coordinates
 from autopar.lower.simulate import CollectiveUse, Prices, Simulation, prices, simulate
 from autopar.lower.spmd import lower
-from autopar.lower.stretch import ONCE, NotPeriodicError, Repeats, weights
+from autopar.lower.stretch import ONCE, NotPeriodicError, Repeats
 from autopar.lower.unroll import in_order, unroll
 from autopar.options import ADAMW, OptimizerSpec
 from autopar.plan.records import (
@@ -42,6 +42,7 @@ from autopar.planner.hints import Settled, settle
 from autopar.planner.pipeline import Kind, Lane, Layout, StageResult, cut, evaluate_pipeline
 from autopar.planner.savings import savings
 from autopar.planner.shorten import Short, shorten
+from autopar.planner.update import states_on_host, update_of
 from autopar.search.analysis import Analysis
 from autopar.search.build import (
     Built,
@@ -146,6 +147,11 @@ def make_plan(analysis: Analysis, request: Request) -> Plan:
         SearchTimeoutError: The time ran out before a plan was found.
     """
     settled = settle(analysis, request.cluster, request.hints, request.memory_fraction)
+    if settled.restrictions.offload_states and request.optimizer.host_bucket_elements is None:
+        raise HintError(
+            "cannot apply hint.offload('optimizer'): the optimizer keeps its state on the device; "
+            "pass optimizer=autopar.optim.AdamW, or an OptimizerSpec with host_bucket_elements"
+        )
     outer = _Outer(analysis, request, settled)
     outer.run()
     if not outer.found:
@@ -432,11 +438,13 @@ def _prepare(
             per_element=request.optimizer.state_bytes,
             moments=request.optimizer.moments,
             update_bytes_per_s=update_bytes_per_s(device),
+            may_leave=request.optimizer.host_bucket_elements is not None,
         )
         built = build_problem(
             analysis, mesh, cost, states, restrictions, num_stages=layout.num_stages
         )
-        forced = bool(restrictions.recompute or restrictions.offload)
+        asked = restrictions.recompute or restrictions.offload or restrictions.offload_states
+        forced = bool(asked)
         allowed = float(settled.usable_bytes(device))
         search = _Search(built, layout, cost, forced=forced, allowed=allowed)
         searches.update(dict.fromkeys(stages, search))
@@ -575,9 +583,10 @@ class _Search:
         found = candidate.simulation
         hidden_s = found.copy_s - found.copy_exposed_s
         hides = hidden_s / found.compute_s if found.compute_s else 0.0
-        if found.copy_exposed_s < LESS * candidate.step_s or hides > (1 - WORTH) * self.hides:
+        if found.copy_exposed_s < LESS * candidate.step_s or self.hides == 0:
             return False
-        self.hides = hides
+        # Where that would hardly change anything, what is fastest without hiding has a try.
+        self.hides = hides if hides < (1 - WORTH) * self.hides else 0.0
         return True
 
     def fits_host(self, used: float) -> bool:
@@ -720,14 +729,14 @@ def _every_rank(
     """What a step takes on every distinct rank: the simulation, the memory, the update."""
     found = []
     (stage,) = short.stages
+    away = states_on_host(stage)
     for coordinates in distinct_coordinates(short.graph, stage):
         lowered = lower(short.graph, analysis.rules, stage, coordinates, cost.collective_s)
         program = overlap(lowered, priced)
         simulation = simulate_loop(program, priced, short.repeats)
-        memory = predicted_memory(program, simulation, optimizer, short.repeats)
-        moved = 2 * (memory.parameters_bytes + memory.optimizer_bytes)
-        moved += gradient_bytes(program, short.repeats)
-        found.append((simulation, memory, moved / update_bytes_per_s(cost.device)))
+        memory = predicted_memory(program, simulation, optimizer, short.repeats, away)
+        update = update_of(program, optimizer, short.repeats, away)
+        found.append((simulation, memory, update.seconds(cost.device)))
     return found
 
 
@@ -749,13 +758,12 @@ def _evaluate_stages(
     ]
     pipeline = cut(analysis, lanes, layout, request.settled_plan)
     result = evaluate_pipeline(analysis, lanes, pipeline, layout, request.cluster)
+    away = states_on_host(*pipeline.stages)
     memories, updates = [], []
     for stage in result.stages:
-        memory = predicted_memory(stage.program, stage.peak, request.optimizer)
-        moved = 2 * (memory.parameters_bytes + memory.optimizer_bytes)
-        moved += gradient_bytes(stage.program)
-        memories.append(memory)
-        updates.append(moved / update_bytes_per_s(stage.cost.device))
+        update = update_of(stage.program, request.optimizer, away=away)
+        memories.append(predicted_memory(stage.program, stage.peak, request.optimizer, away=away))
+        updates.append(update.seconds(stage.cost.device))
     used: dict[_Search, int] = {}
     for own, memory in zip(search.searches, memories, strict=True):
         used[own] = max(used.get(own, 0), memory.total_bytes)
@@ -862,37 +870,32 @@ def predicted_memory(
     simulation: Simulation,
     optimizer: OptimizerSpec,
     repeats: Repeats = ONCE,
+    away: Collection[str] = (),
 ) -> Memory:
-    """Bytes by kind at the peak: of the step, or of the update if that holds more."""
+    """Bytes by kind at the peak: of the step, or of the update if that holds more.
+
+    Args:
+        program: Of one rank.
+        simulation: Of the program.
+        optimizer: What its state takes.
+        repeats: Copies of blocks that the program lacks.
+        away: Parameters whose state is in host memory.
+    """
     entered = simulation.input_bytes
-    states = sum(
-        often * item.local_type.num_elements * optimizer.element_bytes(item.local_type.dtype)
-        for item, often in weights(program, repeats)
-        if item.kind == "parameter" and item.target in program.gradients
-    )
-    gradients = gradient_bytes(program, repeats)
+    update = update_of(program, optimizer, repeats, away)
     saved, finished = simulation.saved_bytes, simulation.gradient_bytes
     transient = simulation.peak_bytes - saved - finished
-    if gradients > simulation.peak_bytes:
-        saved, finished, transient = 0, gradients, 0
+    if update.gradient_bytes + update.scratch_bytes > simulation.peak_bytes:
+        saved, finished, transient = 0, update.gradient_bytes, update.scratch_bytes
     return Memory(
         parameters_bytes=entered.get("parameter", 0),
         gradients_bytes=finished,
-        optimizer_bytes=int(states),
+        optimizer_bytes=update.state_bytes,
         saved_bytes=saved,
         transient_bytes=transient,
         inputs_bytes=sum(entered.get(kind, 0) for kind in (INPUT, CONSTANT, KEY)),
         buffers_bytes=entered.get("buffer", 0),
-        host_bytes=simulation.host_bytes,
-    )
-
-
-def gradient_bytes(program: Program, repeats: Repeats = ONCE) -> int:
-    """Bytes of all gradients on one rank."""
-    return sum(
-        often * item.local_type.num_bytes
-        for item, often in weights(program, repeats)
-        if item.kind == "parameter" and item.target in program.gradients
+        host_bytes=simulation.host_bytes + update.host_state_bytes,
     )
 
 

@@ -17,6 +17,7 @@ from autopar.hint import (
     MemoryLimit,
     Microbatches,
     Offload,
+    OffloadStates,
     Recompute,
     Replicate,
     Schedule,
@@ -98,8 +99,9 @@ def settle(
     keep = tuple(h.pattern for h in hints if isinstance(h, Keep))
     offload = tuple(h.pattern for h in hints if isinstance(h, Offload))
     _check_modules(analysis.graph, recompute, keep, offload)
-    for run in cluster.devices if offload else ():
-        _check_host(run.device, offload[0])
+    states = any(isinstance(h, OffloadStates) for h in hints)
+    for run in cluster.devices if offload or states else ():
+        _check_host(run.device, offload[0] if offload else "optimizer")
     fraction = cluster.usable_memory_fraction if memory_fraction is None else memory_fraction
     return Settled(
         degrees=degrees,
@@ -109,6 +111,7 @@ def settle(
             recompute=recompute,
             keep=keep,
             offload=offload,
+            offload_states=states,
         ),
         schedule=spec.name,
         chunks=spec.least_chunks if schedule is None else schedule.chunks or spec.least_chunks,

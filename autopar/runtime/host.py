@@ -16,17 +16,34 @@ from autopar.capture.library import define, implement
 
 define("to_host(Tensor value) -> Tensor")
 define("to_device(Tensor value) -> Tensor")
+define("host_zeros(Tensor like) -> Tensor")
 
 
 def _copied(value: Tensor) -> Tensor:
     return value.clone(memory_format=torch.preserve_format)
 
 
+def _zeros(like: Tensor) -> Tensor:
+    return torch.zeros(like.shape, dtype=like.dtype)
+
+
 implement("to_host", _copied, "CPU")
 implement("to_device", _copied, "CPU")
+implement("host_zeros", _zeros, "CPU")
 
 TO_HOST = torch.ops.autopar.to_host.default
 TO_DEVICE = torch.ops.autopar.to_device.default
+HOST_ZEROS = torch.ops.autopar.host_zeros.default
+MAKE_HOST = (TO_HOST, HOST_ZEROS)
+"""The ops that make tensors in host memory."""
+
+
+def host_zeros(like: Tensor) -> Tensor:
+    """Zeros in host memory, contiguous; pinned where the device is another."""
+    if like.device.type == "cpu":
+        zeros: Tensor = HOST_ZEROS(like)
+        return zeros
+    return torch.zeros(like.shape, dtype=like.dtype, pin_memory=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +56,7 @@ class _Started:
 
 @dataclass(eq=False)
 class Copies:
-    """The copies of one module; every one is awaited in the module that starts it.
+    """The copies of one module or optimizer, each awaited by who starts it.
 
     Attributes:
         device: Where the programs compute.
@@ -49,11 +66,12 @@ class Copies:
     _started: dict[int, _Started] = field(default_factory=dict)
     _streams: dict[str, torch.cuda.Stream] = field(default_factory=dict)
 
-    def to_host(self, value: Tensor) -> Tensor:
-        """Start a copy to host memory, laid out as ``value`` is."""
+    def to_host(self, value: Tensor, room: Tensor | None = None) -> Tensor:
+        """Start a copy to host memory, to ``room`` or to new memory laid out as ``value`` is."""
         if self.device.type == "cpu":
-            return self._begun(TO_HOST(value), value)
-        room = torch.empty_like(value, device="cpu", pin_memory=True)
+            return self._begun(TO_HOST(value) if room is None else room.copy_(value), value)
+        if room is None:
+            room = torch.empty_like(value, device="cpu", pin_memory=True)
         return self._beside("to_host", room, value)
 
     def to_device(self, value: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from autopar.runtime.host import TO_HOST
+from autopar.runtime.host import MAKE_HOST
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -47,7 +47,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         for value in tree_leaves(result):
             if isinstance(value, Tensor):
-                if func is TO_HOST:
+                if func in MAKE_HOST:
                     self._see_on_host(value)
                 self._see(value, made=True)
         return result

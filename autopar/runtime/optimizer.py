@@ -58,6 +58,14 @@ class _Watch:
                 "loss, before it could be scaled; train in bf16 or fp32, without a scaler"
             )
 
+        away = sum(map(has_host_state, _parameters(optimizer)))
+        if away and not getattr(optimizer, "updates_from_host", False):
+            raise UnsupportedError(
+                f"cannot step with {type(optimizer).__name__}: the plan keeps the state of {away} "
+                "parameters in host memory, where it would take device memory; use "
+                "autopar.optim.AdamW, or plan with optimizer= as it is"
+            )
+
     def after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._expected is None or optimizer in self._checked or not self._owns(optimizer):
             return
@@ -83,6 +91,16 @@ class _Watch:
 
     def _owns(self, optimizer: torch.optim.Optimizer) -> bool:
         return any(id(parameter) in self._ids for parameter in _parameters(optimizer)[:1])
+
+
+def mark_host_state(parameter: nn.Parameter) -> None:
+    """Note that the plan keeps the state of a parameter in host memory."""
+    parameter._autopar_host_state = True  # type: ignore[attr-defined]
+
+
+def has_host_state(parameter: Tensor) -> bool:
+    """Whether the plan keeps the state of a parameter in host memory."""
+    return getattr(parameter, "_autopar_host_state", False)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:

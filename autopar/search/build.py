@@ -84,12 +84,14 @@ class StateBytes:
         moments: Its tensors of the parameter's own dtype instead, if it is made of such.
         update_bytes_per_s: Memory bandwidth at which the update runs.
         gradient_bytes_per_element: Bytes of an element of the gradient; None for the parameter's.
+        may_leave: Whether the optimizer can update state that is in host memory.
     """
 
     per_element: float
     update_bytes_per_s: float
     gradient_bytes_per_element: int | None = None
     moments: int | None = None
+    may_leave: bool = False
 
     def of(self, dtype: str) -> float:
         """Optimizer state of one element of a parameter of this dtype, in bytes."""
@@ -563,6 +565,12 @@ class _Builder:
             early=self._compute(own, Phase.FORWARD),
             late=self._compute(own, Phase.BACKWARD),
             host_limit_bytes=float(self.num_stages * device.host_memory_bytes),
+            # Out and back at once; without that, the device would move it twice by itself.
+            state_s_per_byte=max(
+                0.0, 1 / device.host_link_bytes_per_s - 2 / self.states.update_bytes_per_s
+            )
+            + AGAIN_S * 1e-9,
+            least_states=float(self.restrictions.offload_states),
         )
 
     def _compute(
@@ -707,7 +715,7 @@ class _Builder:
         count = len(entry.members)
         kind = entry.node.outputs[0]
         trainable = entry.node.target in self.gradients
-        seconds, resident, gradients = [], [], []
+        seconds, resident, gradients, states = [], [], [], []
         for strategy in entry.strategies:
             held = local_bytes(kind, strategy.outputs[0])
             elements = held / DTYPE_BYTES[kind.dtype]
@@ -718,6 +726,7 @@ class _Builder:
             seconds.append(count * moved / self.states.update_bytes_per_s)
             resident.append(count * (held + state))
             gradients.append(count * gradient)
+            states.append(count * state)
         return Choices(
             name=entry.node.name,
             count=count,
@@ -725,6 +734,7 @@ class _Builder:
             resident_bytes=tuple(resident),
             gradient_bytes=tuple(gradients),
             divisible=count > 1,
+            state_bytes=tuple(states) if self.leaves and self.states.may_leave else (),
         )
 
 
@@ -734,7 +744,7 @@ def _joined(own: Sequence[Choices], entry: Entry) -> Choices:
     def total(name: str) -> tuple[float, ...]:
         columns = [getattr(own[number], name) for number in entry.classes]
         return tuple(
-            sum(column[at] for column, at in zip(columns, choice, strict=True))
+            sum(column[at] for column, at in zip(columns, choice, strict=True) if column)
             for choice in entry.choices
         )
 
@@ -746,6 +756,7 @@ def _joined(own: Sequence[Choices], entry: Entry) -> Choices:
         resident_bytes=total("resident_bytes"),
         gradient_bytes=total("gradient_bytes"),
         divisible=first.divisible,
+        state_bytes=total("state_bytes"),
     )
 
 
@@ -902,13 +913,18 @@ def _chosen(solution: Solution, index: int) -> list[int]:
 def decode(built: Built, analysis: Analysis, solution: Solution) -> StagePlan:
     """The stage that a solution stands for."""
     picked: dict[str, Strategy] = {}
+    states: set[str] = set()
     for index, (entry, choice) in enumerate(zip(built.entries, solution.choice, strict=True)):
         shares = solution.choice_shares.get(index, ((choice, 1.0),))
         leanest = built.problem.nodes[index].resident_bytes
         for number, place in zip(entry.classes, range(len(entry.classes)), strict=True):
             members = built.classes[number].members
-            for name, chosen in zip(members, dealt(shares, leanest, len(members)), strict=True):
+            chosen_by = dealt(shares, leanest, len(members))
+            for name, chosen in zip(members, chosen_by, strict=True):
                 picked[name] = built.classes[number].strategies[entry.choices[chosen][place]]
+            for chosen, share in solution.state_shares.get(index, ()):
+                own = [n for n, c in zip(members, chosen_by, strict=True) if c == chosen]
+                states.update(own[: math.ceil(share * len(members) - 1e-6)])
     recomputed = {
         name
         for names, share in zip(built.reruns, solution.rerun_shares, strict=True)
@@ -941,6 +957,7 @@ def decode(built: Built, analysis: Analysis, solution: Solution) -> StagePlan:
                     stored=picked[node.name].outputs[0],
                     used=used.get(node.name, ()),
                     trainable=node.target in graph.gradients,
+                    state_on_host=node.name in states and node.target in graph.gradients,
                 )
             )
         elif node.op == INPUT:

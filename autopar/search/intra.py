@@ -4,7 +4,8 @@ Variables: ``x[n, c]`` (class n picks choice c, binary), ``k[v, l]`` (value v is
 ``f[d, a]`` (need d uses arc a, continuous), ``p[a]`` (arc a is paid), ``z[v, l]`` (a kept copy of a
 persistent value that is not its own layout), ``r[q, c]`` (class q runs again under choice c),
 ``w[q, t]`` (it has by moment t), ``b[q, t]`` (bytes it then holds), ``a[v, l]`` (value v, kept in
-layout l, is away), ``e`` (seconds of copies that nothing hides, one for each direction).
+layout l, is away), ``s[n, c]`` (the state of class n under choice c is away), ``e`` (seconds of
+copies that nothing hides, one for each direction).
 
 =====================================================================  =======================
 (1) sum_c x[n, c] = 1                                                  ``_add_choices``
@@ -21,6 +22,7 @@ layout l, is away), ``e`` (seconds of copies that nothing hides, one for each di
 (11) a[v, l] <= k[v, l]; what is away is not held                      ``_add_away``
 (12) e >= seconds of what is away - hides * compute of the phase       ``_add_link``
 (13) bytes of what is away <= host limit                               ``_add_link``
+(14) s[n, c] <= x[n, c]; state that is away is not resident            ``_add_states``
 =====================================================================  =======================
 
 A class that runs again needs what it reads in the backward: (3) holds for it with r for x, and
@@ -98,6 +100,7 @@ class _Columns:
     remade: list[range | None] = field(default_factory=list)
     extra: list[range | None] = field(default_factory=list)
     away: list[range | None] = field(default_factory=list)
+    states: list[range | None] = field(default_factory=list)
     added_up: list[tuple[int, float]] = field(default_factory=list)
 
 
@@ -148,7 +151,7 @@ HALF = 0.5
 def _search(program: _Program, columns: _Columns, deadline: float, gap: float) -> _Outcome:
     """Solve the relaxation; round it where it is fractional; branch where rounding costs."""
     relaxed = _run(program, deadline, gap, relaxed=True)
-    kept = (keep for keep in (*columns.keep, *columns.away) if keep is not None)
+    kept = (keep for keep in (*columns.keep, *columns.away, *columns.states) if keep is not None)
     groups = [*columns.pick, *kept]
     if gap < GAP:
         groups += columns.again
@@ -199,7 +202,7 @@ def _dive(
         for keep, again in zip(columns.keep, columns.remade, strict=True)
         if keep is not None
     ]
-    away = [own for own in columns.away if own is not None]
+    away = [own for own in (*columns.away, *columns.states) if own is not None]
     while True:
         if time.perf_counter() > deadline:
             return _Outcome("time_limited", _NOTHING)
@@ -320,6 +323,7 @@ def _add_all(program: _Program, problem: Problem, columns: _Columns) -> None:
     _add_keeps(program, problem, columns)
     _add_flows(program, problem, columns)
     _add_away(program, problem, columns)
+    _add_states(program, problem, columns)
     _add_link(program, problem, columns)
 
 
@@ -392,6 +396,21 @@ def _add_away(program: _Program, problem: Problem, columns: _Columns) -> None:
         columns.away.append(own)
 
 
+def _add_states(program: _Program, problem: Problem, columns: _Columns) -> None:
+    """(14)"""
+    for node, pick in zip(problem.nodes, columns.pick, strict=True):
+        if problem.link is None or not any(node.state_bytes):
+            columns.states.append(None)
+            continue
+        costs = [size * problem.link.state_s_per_byte for size in node.state_bytes]
+        own = program.columns(costs, integer=not node.divisible)
+        for away, chosen in zip(own, pick, strict=True):
+            program.row(-np.inf, 0, [(away, 1.0), (chosen, -1.0)])
+        if problem.link.least_states > 0:
+            program.row(problem.link.least_states, 1.0, [(column, 1.0) for column in own])
+        columns.states.append(own)
+
+
 def _add_link(program: _Program, problem: Problem, columns: _Columns) -> None:
     """(12) and (13)"""
     leaving = [
@@ -399,7 +418,13 @@ def _add_link(program: _Program, problem: Problem, columns: _Columns) -> None:
         for value, own in zip(problem.values, columns.away, strict=True)
         if own is not None and value.leave is not None
     ]
-    if problem.link is None or not leaving:
+    states = [
+        (column, size)
+        for node, own in zip(problem.nodes, columns.states, strict=True)
+        if own is not None
+        for column, size in zip(own, node.state_bytes, strict=True)
+    ]
+    if problem.link is None or not (leaving or states):
         return
     # In milliseconds, and in parts of the host's memory, as the solver's tolerances ask for.
     copied = [
@@ -414,6 +439,8 @@ def _add_link(program: _Program, problem: Problem, columns: _Columns) -> None:
         for column, seconds in zip(own, rerun.seconds, strict=True)
     ]
     for hiding, more in ((problem.link.early, []), (problem.link.late, again)):
+        if not copied:
+            break
         (exposed,) = program.columns([1e-3], upper=np.inf)
         beside = [
             (column, -hides * own)
@@ -427,6 +454,7 @@ def _add_link(program: _Program, problem: Problem, columns: _Columns) -> None:
         for value, _, own in leaving
         for column, size in zip(own, value.kept_bytes, strict=True)
     ]
+    held += [(column, size / limit) for column, size in states]
     program.row(-np.inf, 1.0, held)
 
 
@@ -620,6 +648,11 @@ def _add_memory(
                 resident.append((column, held))
             if held or own:
                 gradients.append((column, held + own))
+    for node, states in zip(problem.nodes, columns.states, strict=True):
+        if states is not None:
+            gone = [(c, -size / unit) for c, size in zip(states, node.state_bytes, strict=True)]
+            resident += gone
+            gradients += gone
     held_by = zip(problem.values, columns.keep, columns.extra, columns.away, strict=True)
     for value, keep, extra, away in held_by:
         sizes = [(n, size / unit) for n, size in enumerate(value.kept_bytes) if size]
@@ -737,7 +770,8 @@ def _solution(
         choice_shares=_shares(found, columns.pick),
         kept_shares=_shares(found, columns.keep),
         rerun_shares=tuple(float(found[a.start : a.stop].sum()) for a in columns.again),
-        away_shares=_away_shares(found, columns),
+        away_shares=_away_shares(found, columns.away),
+        state_shares=_away_shares(found, columns.states),
         objective_s=outcome.objective / 1e3,
         bound_s=outcome.bound / 1e3,
         seconds=seconds,
@@ -761,9 +795,9 @@ def _shares(found: NDArray[np.float64], groups: Sequence[range | None]) -> dict[
     return shares
 
 
-def _away_shares(found: NDArray[np.float64], columns: _Columns) -> dict[int, Shares]:
+def _away_shares(found: NDArray[np.float64], groups: Sequence[range | None]) -> dict[int, Shares]:
     shares: dict[int, Shares] = {}
-    for index, own in enumerate(columns.away):
+    for index, own in enumerate(groups):
         if own is None:
             continue
         amounts = _taken(found, own)
@@ -788,9 +822,11 @@ def _memory(problem: Problem, columns: _Columns, found: NDArray[np.float64]) -> 
     """The memory sums, in bytes."""
     resident = problem.fixed_bytes
     gradients = []
-    for node, pick in zip(problem.nodes, columns.pick, strict=True):
+    for node, pick, away in zip(problem.nodes, columns.pick, columns.states, strict=True):
         amounts = found[pick.start : pick.stop]
         resident += float(amounts @ np.asarray(node.resident_bytes))
+        if away is not None:
+            resident -= float(_taken(found, away) @ np.asarray(node.state_bytes))
         gradients.append(float(amounts @ np.asarray(node.gradient_bytes)))
     saved, gone = [], []
     for value, keep, away in zip(problem.values, columns.keep, columns.away, strict=True):

@@ -30,6 +30,8 @@ class Choices:
         resident_bytes: Held through the whole step by each choice, for all members.
         gradient_bytes: Held from the end of the backward to the update, for all members.
         divisible: Members may choose differently, so a share of the class is a choice too.
+        state_bytes: The part of what is resident that may be in host memory, for all members;
+            empty for none.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Choices:
     resident_bytes: tuple[float, ...]
     gradient_bytes: tuple[float, ...]
     divisible: bool = False
+    state_bytes: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,12 +145,16 @@ class Link:
         late: The same in the backward, beside what runs again.
         host_limit_bytes: What all that is away may take of host memory.
         hides: Part of that compute beside which there is something to copy.
+        state_s_per_byte: Seconds that the update takes longer for a byte of state that is away.
+        least_states: Share of the states that must be away.
     """
 
     early: tuple[tuple[int, tuple[float, ...]], ...]
     late: tuple[tuple[int, tuple[float, ...]], ...]
     host_limit_bytes: float
     hides: float = 1.0
+    state_s_per_byte: float = 0.0
+    least_states: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,6 +242,7 @@ class Solution:
         kept_shares: The same of layouts kept.
         rerun_shares: Share of the members of every rerun that run again.
         away_shares: Of values that are away, the layouts and the share of all members in each.
+        state_shares: The same of nodes whose state is away, by choice.
         objective_s: Seconds of the solution; ``bound_s`` the proven least.
         seconds: Time the solver took.
         num_variables: Size of the program.
@@ -249,6 +257,7 @@ class Solution:
     kept_shares: Mapping[int, Shares] = field(default_factory=dict)
     rerun_shares: tuple[float, ...] = ()
     away_shares: Mapping[int, Shares] = field(default_factory=dict)
+    state_shares: Mapping[int, Shares] = field(default_factory=dict)
     objective_s: float = float("inf")
     bound_s: float = 0.0
     seconds: float = 0.0

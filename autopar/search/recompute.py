@@ -90,7 +90,9 @@ class Recompute:
         """Whether what a node makes can wait for the backward in host memory."""
         analysis = self.analysis
         node = analysis.graph.by_name[name]
-        if node.op in SOURCE_OPS or node.phase is not Phase.FORWARD or name in self._results:
+        if node.op in SOURCE_OPS or node.phase is not Phase.FORWARD:
+            return False
+        if name in self._results or name in analysis.data:
             return False
         if self.in_loop and name not in analysis.looped:
             return False

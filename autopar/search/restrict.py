@@ -33,6 +33,7 @@ class Restrictions:
         stored: Stored shardings that are given, because the parameters exist.
         recompute: Modules whose activations run again in the backward; ``keep`` those whose are
             kept; ``offload`` those whose are kept in host memory.
+        offload_states: Whether all optimizer state is in host memory.
     """
 
     zero: int | None = None
@@ -41,6 +42,7 @@ class Restrictions:
     recompute: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
+    offload_states: bool = False
 
 
 class RoleFilter:

@@ -55,10 +55,11 @@ def brute_force(problem: Problem) -> float | None:
     best: float | None = None
     for choice in itertools.product(*(range(len(n.seconds)) for n in problem.nodes)):
         for again in itertools.product((False, True), repeat=len(problem.reruns)):
-            for keeps, away in _places(problem, again):
-                if not _fits(problem, choice, again, keeps, away):
+            places = itertools.product(_places(problem, again), _state_places(problem, choice))
+            for (keeps, away), states in places:
+                if not _fits(problem, choice, again, keeps, away, states):
                     continue
-                total = _link_s(problem, choice, again, keeps, away)
+                total = _link_s(problem, choice, again, keeps, away, states)
                 total += sum(n.seconds[c] for n, c in zip(problem.nodes, choice, strict=True))
                 total += sum(
                     r.seconds[choice[r.node]]
@@ -92,8 +93,27 @@ def _places(problem: Problem, again: Again) -> Iterator[tuple[Sequence[int | Non
         yield from ((keeps, away) for away in itertools.product(*options))
 
 
+def _state_places(problem: Problem, choice: Sequence[int]) -> Iterator[float]:
+    """Bytes of state in host memory, of every choice of nodes whose state is."""
+    may = [
+        n.state_bytes[c] for n, c in zip(problem.nodes, choice, strict=True) if any(n.state_bytes)
+    ]
+    if problem.link is None or not may:
+        yield 0.0
+    elif problem.link.least_states:
+        yield sum(may)
+    else:
+        for away in itertools.product((False, True), repeat=len(may)):
+            yield sum(size for size, gone in zip(may, away, strict=True) if gone)
+
+
 def _link_s(
-    problem: Problem, choice: Sequence[int], again: Again, keeps: Sequence[int | None], away: Away
+    problem: Problem,
+    choice: Sequence[int],
+    again: Again,
+    keeps: Sequence[int | None],
+    away: Away,
+    states: float,
 ) -> float:
     """Seconds that copies add; infinite if host memory is too small."""
     link = problem.link
@@ -102,9 +122,9 @@ def _link_s(
         for v, k, gone in zip(problem.values, keeps, away, strict=True)
         if gone and v.leave is not None and k is not None
     ]
-    if link is None or not gone:
+    if link is None:
         return 0.0
-    if sum(v.kept_bytes[k] for v, _, k in gone) > link.host_limit_bytes:
+    if states + sum(v.kept_bytes[k] for v, _, k in gone) > link.host_limit_bytes:
         return float("inf")
     copied = sum(leave.seconds[k] for _, leave, k in gone)
     early = sum(seconds[choice[n]] for n, seconds in link.early)
@@ -113,6 +133,7 @@ def _link_s(
         r.seconds[choice[r.node]] for r, runs in zip(problem.reruns, again, strict=True) if runs
     )
     exposed = sum(max(0.0, copied - link.hides * hidden) for hidden in (early, late))
+    exposed += states * link.state_s_per_byte
     return exposed + sum(leave.lost_s[k] for _, leave, k in gone)
 
 
@@ -134,12 +155,17 @@ def _keep_options(problem: Problem, again: Again) -> list[list[int | None]]:
 
 
 def _fits(
-    problem: Problem, choice: Sequence[int], again: Again, keeps: Sequence[int | None], away: Away
+    problem: Problem,
+    choice: Sequence[int],
+    again: Again,
+    keeps: Sequence[int | None],
+    away: Away,
+    states: float,
 ) -> bool:
     if problem.memory_limit_bytes is None:
         return True
     nodes = list(zip(problem.nodes, choice, strict=True))
-    resident = problem.fixed_bytes + sum(n.resident_bytes[c] for n, c in nodes)
+    resident = problem.fixed_bytes + sum(n.resident_bytes[c] for n, c in nodes) - states
     gradients = [n.gradient_bytes[c] for n, c in nodes]
     kept = [
         0.0 if k is None or (v.persistent and v.gives[choice[v.producer]] == k) else v.kept_bytes[k]

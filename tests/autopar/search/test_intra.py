@@ -152,12 +152,21 @@ def offloading_problems(draw: st.DrawFn) -> Problem:
         late=phases[1],
         host_limit_bytes=draw(st.integers(0, 20)) * 2.0**28,
         hides=draw(st.sampled_from((0.0, 0.5, 1.0))),
+        state_s_per_byte=2.0 ** -draw(st.integers(26, 30)),
+        least_states=draw(st.sampled_from((0.0, 0.0, 1.0))),
+    )
+    part = st.sampled_from((0.5, 1.0))
+    nodes = tuple(
+        replace(node, state_bytes=tuple(draw(part) * size for size in node.resident_bytes))
+        if draw(st.booleans())
+        else node
+        for node in plain.nodes
     )
     moments = tuple(
         replace(m, back=tuple(kept for kept in m.kept if draw(st.booleans())))
         for m in plain.moments
     )
-    return replace(plain, values=tuple(values), link=link, moments=moments)
+    return replace(plain, nodes=nodes, values=tuple(values), link=link, moments=moments)
 
 
 @settings(max_examples=100, deadline=None)

@@ -1,0 +1,231 @@
+"""Optimizers that can keep their state in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+
+from autopar.runtime.host import Copies, host_zeros
+from autopar.runtime.optimizer import has_host_state
+
+BUCKET_ELEMENTS = 1 << 24
+"""Elements whose state is on the device at once; two such buckets are under way together."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """Elements of a parameter: as they are on the device, and their state in host memory."""
+
+    parameter: Tensor
+    gradient: Tensor
+    moments: tuple[Tensor, Tensor]
+    step: Tensor
+
+    def with_moments(self, first: Tensor, second: Tensor) -> _Slice:
+        """The same with its moments on the device, and a count of steps of its own."""
+        return _Slice(self.parameter, self.gradient, (first, second), self.step.clone())
+
+
+class AdamW(torch.optim.AdamW):
+    """torch's AdamW, with the state of some parameters in host memory.
+
+    The plan says of which parameters; of others it is on the device. Parameters and gradients stay
+    where they are. What is in host memory is updated in buckets: two moments of a bucket come to
+    the device while the bucket before is updated and the one before that goes back. Every element
+    is computed as torch's AdamW does. State dicts are those of torch's AdamW.
+    """
+
+    updates_from_host = True
+    """That it can follow a plan with state in host memory."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        maximize: bool = False,
+        bucket_elements: int = BUCKET_ELEMENTS,
+    ) -> None:
+        """Take the parameters of a compiled model, or any others.
+
+        Args:
+            params: As of torch's AdamW.
+            lr: Learning rate.
+            betas: Decay of the two moments.
+            eps: Added to the root of the second.
+            weight_decay: Part of a parameter, times the learning rate, that a step takes off.
+            maximize: Step up the gradient.
+            bucket_elements: Elements whose state is brought to the device at once.
+        """
+        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize)
+        self.bucket_elements = bucket_elements
+        self._copies: dict[torch.device, Copies] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            stepped = [p for p in group["params"] if p.grad is not None]
+            for parameter in stepped:
+                self._begin(parameter)
+            here = [_whole(p, self.state[p]) for p in stepped if not has_host_state(p)]
+            if here:
+                _update(group, here)
+            away = [_whole(p, self.state[p]) for p in stepped if has_host_state(p)]
+            if away:
+                self._update_away(group, _buckets(away, self.bucket_elements))
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of torch's AdamW: moments lie as their parameters do."""
+        found = super().state_dict()
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for number, state in found["state"].items():
+            parameter = parameters[number]
+            for name in MOMENTS:
+                if isinstance(parameter, DTensor) and not isinstance(state[name], DTensor):
+                    found["state"][number] = state = {
+                        **state,
+                        name: _like(parameter, state[name].to(parameter.device)),
+                    }
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As of torch's AdamW; what belongs into host memory goes there."""
+        super().load_state_dict(state_dict)
+        for parameter, state in self.state.items():
+            if has_host_state(parameter):
+                for name in MOMENTS:
+                    given = state[name]
+                    state[name] = _on_host(parameter)
+                    _local(state[name]).copy_(_local(given))
+
+    def _begin(self, parameter: Tensor) -> None:
+        """Make the state of a parameter that has none."""
+        state = self.state[parameter]
+        if state:
+            return
+        state["step"] = torch.tensor(0.0)
+        for name in MOMENTS:
+            if has_host_state(parameter):
+                state[name] = _on_host(parameter)
+            else:
+                state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
+    def _update_away(self, group: dict[str, Any], buckets: Sequence[Sequence[_Slice]]) -> None:
+        """Update buckets, each beside the copies of its neighbours: two are here at a time."""
+        device = buckets[0][0].parameter.device
+        copies = self._copies.setdefault(device, Copies(device))
+        coming = _fetched(copies, buckets[0])
+        leaving: list[Tensor] = []
+        for number, bucket in enumerate(buckets):
+            here = [item.with_moments(copies.wait(m), copies.wait(v)) for item, m, v in coming]
+            coming = []
+            while leaving:
+                copies.wait(leaving.pop())
+            if number + 1 < len(buckets):
+                coming = _fetched(copies, buckets[number + 1])
+            _update(group, here)
+            for item, now in zip(bucket, here, strict=True):
+                for room, moment in zip(item.moments, now.moments, strict=True):
+                    leaving.append(copies.to_host(moment, room))
+            del here, now, moment
+        while leaving:
+            copies.wait(leaving.pop())
+        for step in {id(s.step): s.step for bucket in buckets for s in bucket}.values():
+            step += 1
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def _fetched(copies: Copies, bucket: Sequence[_Slice]) -> list[tuple[_Slice, Tensor, Tensor]]:
+    """The moments of a bucket on their way to the device."""
+    return [
+        (item, copies.to_device(item.moments[0]), copies.to_device(item.moments[1]))
+        for item in bucket
+    ]
+
+
+def _whole(parameter: Tensor, state: dict[str, Any]) -> _Slice:
+    """All of a parameter on this rank."""
+    assert parameter.grad is not None
+    first, second = (_local(state[name]) for name in MOMENTS)
+    return _Slice(_local(parameter), _local(parameter.grad), (first, second), state["step"])
+
+
+def _buckets(items: Sequence[_Slice], num_elements: int) -> list[list[_Slice]]:
+    """The parameters one after the other, cut into buckets of at most so many elements."""
+    buckets: list[list[_Slice]] = [[]]
+    room = num_elements
+    for item in items:
+        parameter, gradient = item.parameter.view(-1), item.gradient.reshape(-1)
+        first, second = (moment.view(-1) for moment in item.moments)
+        start = 0
+        while start < parameter.numel():
+            if room == 0:
+                buckets.append([])
+                room = num_elements
+            own = slice(start, start + room)
+            piece = _Slice(parameter[own], gradient[own], (first[own], second[own]), item.step)
+            buckets[-1].append(piece)
+            room -= piece.parameter.numel()
+            start += piece.parameter.numel()
+    return [bucket for bucket in buckets if bucket]
+
+
+def _update(group: dict[str, Any], items: Sequence[_Slice]) -> None:
+    """Torch's own kernel on plain tensors; it counts the steps."""
+    beta1, beta2 = group["betas"]
+    adamw(
+        [item.parameter for item in items],
+        [item.gradient for item in items],
+        [item.moments[0] for item in items],
+        [item.moments[1] for item in items],
+        [],
+        [item.step for item in items],
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=group["maximize"],
+    )
+
+
+def _on_host(parameter: Tensor) -> Tensor:
+    """Zeros in host memory in the place of a parameter: a DTensor where one can lie there."""
+    zeros = host_zeros(_local(parameter))
+    return _like(parameter, zeros) if parameter.device.type == "cpu" else zeros
+
+
+def _like(parameter: Tensor, local: Tensor) -> Tensor:
+    """This rank's piece, lying as a parameter does."""
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
