@@ -53,7 +53,7 @@ REASONS = {
     "mcore_llama": "fp8: casts and scaling are not modelled",
     "kempner_moe": "experts are not modelled",
     "moe_folding": "experts are not modelled",
-    "ibm_fsdp": "fraction of recomputation not published",
+    "ibm_fsdp": "hybrid shards, or a fraction of recomputation that is not published",
 }
 
 
@@ -75,7 +75,7 @@ NOT_MODELLED: Mapping[str, str] = {
     ),
     "vtrain_single": (
         "where NCCL changes protocol. All-reduces of two ranks at microbatches of 2 take longer "
-        "than at 4, so that errors are -9 % at one and +12 % at the other; most of the regret"
+        "than at 4, so that errors are -9 % at one and +12 % at the other"
     ),
     "kempner_dense": (
         "gradients of gathered pieces in pipelines: 14.8B on two stages takes 31 % longer than "
