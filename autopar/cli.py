@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Optional
@@ -107,12 +107,19 @@ def plan(
         typer.Option("-o", "--output", help="Save the plan as JSON."),
     ] = None,
     time_limit: Annotated[float, typer.Option(help="Seconds the search may take.")] = 120.0,
+    pareto: Annotated[
+        bool, typer.Option("--pareto", help="Also plan within less memory; time against memory.")
+    ] = False,
 ) -> None:
     """Search the fastest plan that fits in memory; needs no GPU and no process group."""
     from autopar.api import plan as search
+    from autopar.hint import Hint, MemoryLimit
     from autopar.inputs import load_cluster, load_subject, optimizer_named, parse_hints
     from autopar.options import Options
+    from autopar.plan.records import Plan
     from autopar.plan.text import plan_view
+    from autopar.report.pareto import pareto as front_of
+    from autopar.report.pareto import pareto_view
 
     out = console()
     hints = parse_hints(hint or ())
@@ -123,18 +130,27 @@ def plan(
         out.print(f"note: {note}", markup=False)
     name = type(subject.model).__name__
     with busy(out, f"planning {name} for {where.num_devices} ranks of {where.name}"):
-        found = search(
-            subject.model,
-            where,
-            subject.batch,
-            loss=subject.loss,
-            optimizer=optimizer_named(optimizer),
-            precision=precision,
-            hints=hints,
-            options=Options(time_limit_s=time_limit),
-            recipe=subject.recipe,
-        )
+
+        def within(more: Sequence[Hint]) -> Plan:
+            limited = any(isinstance(h, MemoryLimit) for h in more)
+            own = [h for h in hints if not (limited and isinstance(h, MemoryLimit))]
+            return search(
+                subject.model,
+                where,
+                subject.batch,
+                loss=subject.loss,
+                optimizer=optimizer_named(optimizer),
+                precision=precision,
+                hints=(*own, *more),
+                options=Options(time_limit_s=time_limit),
+                recipe=subject.recipe,
+            )
+
+        front = front_of(within) if pareto else (within(()),)
+    found = front[0]
     out.print(plan_view(found), markup=False)
+    if pareto:
+        out.print(pareto_view(front), markup=False)
     if output is not None:
         found.save(output)
         out.print(f"\nsaved to {output}", markup=False)

@@ -53,7 +53,7 @@ from autopar.search.build import (
     with_reruns,
 )
 from autopar.search.collection import no_collection
-from autopar.search.intra import fits, least_bytes, solve
+from autopar.search.intra import Least, away_bytes, fits, least_bytes, moment_of, solve
 from autopar.search.outer import common_rows, meshes, stage_meshes
 from autopar.search.problem import Solution
 from autopar.search.stages import Pipeline
@@ -155,7 +155,8 @@ def make_plan(analysis: Analysis, request: Request) -> Plan:
     outer = _Outer(analysis, request, settled)
     outer.run()
     if not outer.found:
-        raise _nothing_fits(analysis, settled, outer.failures, request.cluster)
+        conflict = _keep_conflict(analysis, request, settled, outer.failures)
+        raise conflict or _nothing_fits(analysis, settled, outer.failures, request.cluster)
     best = min(outer.found, key=lambda c: c.step_s)
     return _plan(analysis, request, best, outer.found, outer.tried, outer.seconds)
 
@@ -405,11 +406,20 @@ def batch_misfit(graph: Graph, mesh: Mesh) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """A mesh without a plan: its name, whether that is proven, and the least bytes seen."""
+    """A mesh without a plan.
+
+    Attributes:
+        mesh: The mesh.
+        proven: Whether there is none for certain.
+        least_bytes: The least that was seen; ``moment`` where it is held.
+        host_bytes: Of host memory, what hints ask for, where that is why.
+    """
 
     mesh: Mesh
     proven: bool
     least_bytes: float
+    moment: str = ""
+    host_bytes: float = 0.0
 
 
 def _prepare(
@@ -508,7 +518,7 @@ def _finish(
     """Solve the meshes of all stages until what is lowered fits."""
     kinds, num_stages = search.kinds, len(search.searches)
     limits: dict[_Search, float | None] = dict.fromkeys(kinds)
-    least = float("inf")
+    least = Least(float("inf"))
     best: Candidate | None = None
     for _ in range(ROUNDS if num_stages == 1 else PIPELINE_ROUNDS):
         solved = {kind: kind.within(limits[kind], time_limit_s) for kind in kinds}
@@ -516,9 +526,16 @@ def _finish(
             if not solution.choice and best is not None:
                 return best
             if not solution.choice:
-                if least == float("inf"):
-                    least = least_bytes(found.problem, time_limit_s=time_limit_s) / num_stages
-                return _Failure(kind.plain.mesh, solution.status == "infeasible", least)
+                if least.num_bytes == float("inf"):
+                    least = least_bytes(found.problem, time_limit_s=time_limit_s)
+                    least = replace(least, num_bytes=least.num_bytes / num_stages)
+                return _Failure(
+                    kind.plain.mesh,
+                    solution.status == "infeasible",
+                    least.num_bytes,
+                    least.moment,
+                    kind.host_asked(time_limit_s),
+                )
         held = {kind: max(s.memory_bytes) / num_stages for kind, (_, s) in solved.items()}
         tight = [kind for kind in kinds if limits[kind] is None and held[kind] > kind.allowed]
         if tight:
@@ -540,12 +557,16 @@ def _finish(
                 return best
         for kind in over:
             # The program needs more than the problem knows of: leave that much room.
-            least = min(least, used[kind])
+            if used[kind] < least.num_bytes:
+                found, solution = solved[kind]
+                least = Least(used[kind], moment_of(found.problem, solution.memory_bytes))
             limit = limits[kind]
             last = kind.allowed if limit is None else limit
             room = max(0.0, used[kind] - held[kind])
             limits[kind] = min(kind.allowed - room, last - LESS * kind.allowed)
-    return _Failure(kinds[0].plain.mesh, False, least) if best is None else best
+    if best is not None:
+        return best
+    return _Failure(kinds[0].plain.mesh, False, least.num_bytes, least.moment)
 
 
 JOINT = 600
@@ -588,6 +609,16 @@ class _Search:
         # Where that would hardly change anything, what is fastest without hiding has a try.
         self.hides = hides if hides < (1 - WORTH) * self.hides else 0.0
         return True
+
+    def host_asked(self, time_limit_s: float) -> float:
+        """Bytes of host memory a rank that hints ask for, if they are more than there are."""
+        if not self.forced or self.joint is None or self.joint.problem.link is None:
+            return 0.0
+        link = replace(self.joint.problem.link, host_limit_bytes=math.inf)
+        problem = replace(self.joint.problem, memory_limit_bytes=None, link=link)
+        solution = solve(problem, time_limit_s=time_limit_s)
+        used = away_bytes(problem, solution) / self.num_stages
+        return used if used > self.host_allowed else 0.0
 
     def fits_host(self, used: float) -> bool:
         """Whether host memory holds so much a rank; if not, less is allowed from here on."""
@@ -909,6 +940,15 @@ def _nothing_fits(
             f"cannot find a plan within the time limit over {len(failures)} meshes; raise "
             "options.time_limit_s or fix degrees with hint.degrees"
         )
+    asked = min((f.host_bytes for f in failures), default=0.0)
+    if asked:
+        host = min(run.device.host_memory_bytes for run in cluster.devices)
+        return InfeasibleError(
+            f"cannot offload what the hints ask for: it needs {bytes_text(asked)} of host memory a "
+            f"rank, each has {bytes_text(host)}; name fewer modules in hint.offload, or use more "
+            "ranks"
+        )
+    where = _place(analysis, min(failures, key=lambda f: f.least_bytes).moment)
     biggest = max(
         (n for n in analysis.graph.nodes if n.op == "parameter"),
         key=lambda n: n.outputs[0].num_bytes,
@@ -917,9 +957,54 @@ def _nothing_fits(
     largest = "" if biggest is None else f", the largest parameter is {biggest.target!r}"
     return InfeasibleError(
         f"cannot fit the step into {bytes_text(limit)} a rank: the least found over "
-        f"{len(failures)} meshes needs {bytes_text(least)}{largest}; use more ranks, a smaller "
-        "batch, or raise hint.memory_limit"
+        f"{len(failures)} meshes needs {bytes_text(least)}{where}{largest}; use more ranks, "
+        "a smaller batch, or raise hint.memory_limit"
     )
+
+
+SETS = 64
+"""Sets of hints that are tried for one that conflicts with the limit, the smallest first."""
+
+
+def _keep_conflict(
+    analysis: Analysis, request: Request, settled: Settled, failures: Sequence[_Failure]
+) -> InfeasibleError | None:
+    """The smallest set of ``hint.keep`` that cannot be met within the memory, if they are why."""
+    keep = settled.restrictions.keep
+    single = settled.degrees is None or (settled.degrees.pp or 1) == 1
+    if not keep or not single or request.settled_plan is not None:
+        return None
+    mesh = min(failures, key=lambda failure: failure.least_bytes).mesh
+    layout = Layout(schedule=settled.schedule, num_stages=1, num_chunks=settled.chunks)
+    limit = min(settled.usable_bytes(run.device) for run in request.cluster.devices)
+
+    def needed(patterns: tuple[str, ...]) -> float:
+        own = replace(settled, restrictions=replace(settled.restrictions, keep=patterns))
+        plain = _prepare(analysis, request, own, (mesh,), layout).kinds[0].plain
+        return least_bytes(with_reruns(plain).problem).num_bytes
+
+    if needed(()) > limit:
+        return None
+    sets = (s for n in range(1, len(keep) + 1) for s in itertools.combinations(keep, n))
+    for patterns in itertools.islice(sets, SETS):
+        least = needed(patterns)
+        if least > limit:
+            hints = " and ".join(f"hint.keep({pattern!r})" for pattern in patterns)
+            return InfeasibleError(
+                f"cannot apply {hints} within {bytes_text(limit)} a rank: what they keep needs at "
+                f"least {bytes_text(least)}, {bytes_text(least - limit)} more; drop one, or raise "
+                "hint.memory_limit"
+            )
+    return None
+
+
+def _place(analysis: Analysis, moment: str) -> str:
+    """A moment of the step in words, as part of a sentence; empty if it is not known."""
+    node = analysis.graph.by_name.get(moment)
+    if node is None:
+        return f" at {moment}" if moment else ""
+    module = f" of module {node.source.module!r}" if node.source.module else ""
+    return f" in the {node.phase.value}{module} ({node.op})"
 
 
 def _plan(

@@ -574,11 +574,27 @@ def _add_flow(
             program.row(constant, constant + spare, list(row.items()))
 
 
-def least_bytes(problem: Problem, *, time_limit_s: float = 60.0) -> float:
-    """Least of the larger memory sum that any choice needs, by the relaxation.
+@dataclass(frozen=True, slots=True)
+class Least:
+    """The least memory that any choice needs.
 
-    No choice needs less; infinite if the time ran out.
+    Attributes:
+        num_bytes: Infinite if the time ran out.
+        moment: Name of the moment that needs it, or what `moment_of` says.
     """
+
+    num_bytes: float
+    moment: str = ""
+
+
+def moment_of(problem: Problem, memory_bytes: Sequence[float]) -> str:
+    """Where most is held, of the memory sums of a solution."""
+    names = ("the end of the forward", "the update", *(moment.name for moment in problem.moments))
+    return names[int(np.argmax(np.asarray(memory_bytes)))]
+
+
+def least_bytes(problem: Problem, *, time_limit_s: float = 60.0) -> Least:
+    """Least of the largest memory sum that any choice needs, by the relaxation: none needs less."""
     program, columns = _Program(), _Columns()
     _add_all(program, problem, columns)
     program.cost = [0.0] * len(program.cost)
@@ -586,7 +602,26 @@ def least_bytes(problem: Problem, *, time_limit_s: float = 60.0) -> float:
     none = replace(problem, memory_limit_bytes=problem.fixed_bytes)
     _add_memory(program, none, columns, most)
     outcome = _run(program, time.perf_counter() + time_limit_s, GAP, relaxed=True)
-    return outcome.objective * _unit(none) + problem.fixed_bytes
+    if not len(outcome.values):
+        return Least(float("inf"))
+    sums = _memory(none, columns, outcome.values)
+    least = outcome.objective * _unit(none) + problem.fixed_bytes
+    return Least(least, moment_of(problem, sums))
+
+
+def away_bytes(problem: Problem, solution: Solution) -> float:
+    """Bytes of host memory that a solution takes."""
+    values = (
+        share * problem.values[index].kept_bytes[layout]
+        for index, shares in solution.away_shares.items()
+        for layout, share in shares
+    )
+    states = (
+        share * problem.nodes[index].state_bytes[choice]
+        for index, shares in solution.state_shares.items()
+        for choice, share in shares
+    )
+    return sum(values) + sum(states)
 
 
 def fits(problem: Problem, solution: Solution) -> bool:

@@ -13,7 +13,7 @@ import torch
 from autopar import hint
 from autopar.capture import capture_step
 from autopar.cost.node import axis_seconds
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, InfeasibleError
 from autopar.hint import Hint
 from autopar.ir.graph import Ref, TensorType
 from autopar.ir.sharding import Mesh
@@ -139,6 +139,36 @@ def test_what_a_hint_keeps_does_not_leave(captured: tuple[Analysis, Any]) -> Non
     plan = within(analysis, hosted(1, 2e10), 0.85, hint.keep("*.mlp"))
     modules = {plan.modules[value.partition(":")[0]] for value in plan.stage.offloaded}
     assert modules and not any(".mlp" in module for module in modules)
+
+
+def test_too_little_host_memory_is_named_in_bytes(captured: tuple[Analysis, Any]) -> None:
+    cluster = hosted(1, 1e9, host_bytes=100_000)
+    with pytest.raises(
+        InfeasibleError, match=r"needs \S+ MB of host memory a rank, each has 100 kB"
+    ):
+        planned(captured[0], cluster, hint.offload("*.h.*"))
+
+
+def test_host_memory_is_never_filled_over_its_size(captured: tuple[Analysis, Any]) -> None:
+    plan = within(captured[0], hosted(1, 2e10, host_bytes=200_000), 0.75)
+    assert plan.stage.offloaded and plan.stage.recomputed
+    assert plan.prediction.memory.host_bytes <= 200_000
+
+
+def test_keeps_that_a_limit_forbids_are_the_smallest_set(captured: tuple[Analysis, Any]) -> None:
+    analysis, _ = captured
+    with pytest.raises(InfeasibleError) as raised:
+        within(analysis, Cluster.local(1), 0.6, hint.keep("*.attn"), hint.keep("*.mlp"))
+    text = str(raised.value)
+    assert "hint.keep('*.mlp') within" in text and "attn" not in text
+    assert "what they keep needs at least" in text
+
+
+def test_the_least_bytes_are_named_with_the_module_that_holds_them(
+    captured: tuple[Analysis, Any],
+) -> None:
+    with pytest.raises(InfeasibleError, match=r"needs \S+ kB (in the|at the) \w+"):
+        within(captured[0], hosted(1, 1e9), 0.2)
 
 
 IN_BUCKETS = OptimizerSpec(moments=2, host_bucket_elements=512)

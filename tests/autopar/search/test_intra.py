@@ -212,7 +212,7 @@ def test_every_run_gives_the_same_solution(problem: Problem) -> None:
 @settings(max_examples=40, deadline=None)
 @given(problems())
 def test_no_solution_needs_less_than_the_least_bytes(problem: Problem) -> None:
-    least = least_bytes(problem)
+    least = least_bytes(problem).num_bytes
     found = solve(replace(problem, memory_limit_bytes=None), gap=0.0)
     if found.choice:
         assert max(found.memory_bytes) >= least - 1.0

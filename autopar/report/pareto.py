@@ -1,0 +1,71 @@
+"""Step time against memory: plans of one model within less and less of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rich.console import RenderableType
+
+from autopar import hint
+from autopar.errors import InfeasibleError, SearchTimeoutError
+from autopar.hint import Hint
+from autopar.plan.records import Plan
+from autopar.plan.text import add_row, bar, section, table
+from autopar.plan.wording import bytes_text, percent_text, seconds_text
+
+STEPS = 10
+"""Parts of what the fastest plan takes by which memory falls from plan to plan."""
+
+Search = Callable[[Sequence[Hint]], Plan]
+"""Plans with hints beside those that the user gave."""
+
+
+def pareto(search: Search, steps: int = STEPS) -> tuple[Plan, ...]:
+    """Plans that are fastest within their memory, the fastest first; none is slower and larger.
+
+    The memory of the fastest plan without a limit of its own is cut by a step at a time, until
+    nothing is found that fits.
+
+    Args:
+        search: Makes a plan.
+        steps: Parts into which that memory is cut.
+
+    Raises:
+        InfeasibleError: Nothing fits the devices at all.
+    """
+    found = [search(())]
+    total = found[0].prediction.memory.total_bytes
+    for part in range(steps - 1, 0, -1):
+        try:
+            found.append(search((hint.memory_limit(max(1, total * part // steps)),)))
+        except (InfeasibleError, SearchTimeoutError):
+            break
+    found.sort(key=lambda plan: (plan.prediction.step_s, plan.prediction.memory.total_bytes))
+    front: list[Plan] = []
+    for plan in found:
+        least = front[-1].prediction.memory.total_bytes if front else None
+        if least is None or plan.prediction.memory.total_bytes < least:
+            front.append(plan)
+    return tuple(front)
+
+
+def pareto_view(plans: Sequence[Plan]) -> RenderableType:
+    """The plans as a table that rich can print."""
+    columns = ("memory a rank", "host memory", "step", "slower by", "runs again", "offloaded")
+    made = table(*columns, "", right=columns)
+    fastest = plans[0].prediction.step_s
+    for plan in plans:
+        memory = plan.prediction.memory
+        away = sum(len(stage.offloaded) for stage in plan.stages)
+        states = sum(p.state_on_host for stage in plan.stages for p in stage.parameters)
+        add_row(
+            made,
+            bytes_text(memory.total_bytes),
+            bytes_text(memory.host_bytes),
+            seconds_text(plan.prediction.step_s),
+            percent_text(plan.prediction.step_s / fastest - 1),
+            f"{sum(len(stage.recomputed) for stage in plan.stages)} ops",
+            f"{away} values, {states} states" if states else f"{away} values",
+            bar(memory.total_bytes, plans[0].prediction.memory.total_bytes),
+        )
+    return section("step time against memory (predicted)", [made])
