@@ -67,8 +67,9 @@ HOPPER = replace(
         "2026-11-30: matmul 0.90 of the best shape of the MAMF table of ml-engineering (794.5 "
         "bf16, 1402.6 fp8), between what sharded data-parallel runs imply for H100 (llm-foundry, "
         "2023: 0.67 of peak) and H200 (KempnerForge, 2026: 0.755); attention is cuDNN's, which "
-        "PyTorch takes on Hopper since 2.5: 539 TFLOP/s causal forward, 518 backward at head "
-        "dim 128 (figures 5 and 6 of arXiv 2407.08608, 2024); fp32, fp64 and memory recalled"
+        "PyTorch runs on H200 in KempnerForge's profile (2026-04): 539 TFLOP/s causal forward, 518 "
+        "backward at head dim 128 (figures 5 and 6 of arXiv 2407.08608, 2024); fp32, fp64 and "
+        "memory recalled"
     ),
 )
 HOPPER_FLASH = replace(
@@ -76,7 +77,7 @@ HOPPER_FLASH = replace(
     attention_forward_best=0.375,
     attention_backward_best=0.325,
     source=(
-        f"{HOPPER.source}; but attention is FlashAttention-2's, as of PyTorch before 2.5: 370 "
+        f"{HOPPER.source}; but attention is FlashAttention-2's, as of runs of 2023: 370 "
         "TFLOP/s forward, 322 backward at head dim 128 (figures 5 and 6 of arXiv 2407.08608)"
     ),
 )
