@@ -476,7 +476,12 @@ class _Follows:
         key = (id(rule), mesh, tuple(types), node.outputs, frozenset(cuts.items()))
         known = self._known.get(key)
         if known is None:
-            found = strategies(rule, types, node.outputs, mesh, cuts=cuts)
+            # What is only stored is split evenly, whatever shares of the batch ranks take.
+            found = [
+                strategy
+                for own in dict.fromkeys((mesh, mesh.even))
+                for strategy in strategies(rule, types, node.outputs, own, cuts=cuts)
+            ]
             known = self._known[key] = frozenset((s.operands, s.outputs) for s in found)
         return (entry.operands, entry.outputs) in known
 

@@ -80,6 +80,13 @@ class Schedule:
 
 
 @dataclass(frozen=True, slots=True)
+class Shares:
+    """Parts of the batch that the data parallel ranks take, in proportion."""
+
+    parts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Recompute:
     """Activations of the modules that match are made again in the backward."""
 
@@ -143,6 +150,7 @@ Hint = (
     | MemoryLimit
     | Microbatches
     | Schedule
+    | Shares
     | CutBefore
     | Stage
     | Recompute
@@ -262,6 +270,26 @@ def schedule(name: str, chunks: int | None = None) -> Schedule:
     if chunks is not None and (not isinstance(chunks, int) or chunks < 1):
         raise HintError(f"cannot use {chunks!r} chunks a stage: it is a count, 1 or more")
     return Schedule(name, chunks)
+
+
+def shares(*parts: int) -> Shares:
+    """Have the ranks of ``dp`` take parts of the batch in this proportion, none at 0.
+
+    ``shares(5, 2, 1, 0)`` gives them 5, 2, 1 and no samples of a batch of 8. Left out, they take
+    equal parts where their devices are equally fast, else parts in proportion to their speed.
+
+    Args:
+        parts: One for every rank of ``dp``, which ``degrees`` must fix; the batch must divide by
+            their sum.
+
+    Raises:
+        HintError: A part is no count, or all are 0.
+    """
+    if not all(isinstance(n, int) and n >= 0 for n in parts) or not any(parts):
+        raise HintError(
+            f"cannot share the batch as {parts}: give a count of parts, 0 or more, for every rank"
+        )
+    return Shares(parts)
 
 
 def recompute(pattern: str) -> Recompute:

@@ -216,6 +216,7 @@ HINTS = (
     "replicate",
     "schedule",
     "shard",
+    "shares",
     "stage",
 )
 
@@ -237,6 +238,7 @@ def parse_hints(texts: Iterable[str]) -> tuple[Hint, ...]:
         texts: ``dp=2``, ``zero=3`` (degrees are joined into one hint), ``dp=4/2/1/1`` (one for
             every stage of a pipeline), ``memory_limit=60GiB``,
             ``microbatches=8``, ``schedule=gpipe``, ``schedule=interleaved:3`` (chunks),
+            ``shares=5/2/1/0``,
             ``cut_before=layers.16``, ``stage=lm_head:3``, ``recompute=*.mlp``, ``keep=*.attn``,
             ``offload=layers.*``,
             ``replicate=*.norm*``, ``shard=*.q_proj.weight:0:tp``.
@@ -253,7 +255,7 @@ def parse_hints(texts: Iterable[str]) -> tuple[Hint, ...]:
             ask = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(HINTS)}"
             raise HintError(f"cannot read hint {text!r}: write name=value; {ask}")
         if name in DEGREES:
-            numbers = [_number(number, text) for number in value.split("/")]
+            numbers = _numbers(value, text)
             degrees[name] = numbers[0] if len(numbers) == 1 else tuple(numbers)
         elif name == "memory_limit":
             found.append(hint.memory_limit(value))
@@ -262,6 +264,8 @@ def parse_hints(texts: Iterable[str]) -> tuple[Hint, ...]:
         elif name == "schedule":
             schedule, colon, chunks = value.partition(":")
             found.append(hint.schedule(schedule, _number(chunks, text) if colon else None))
+        elif name == "shares":
+            found.append(hint.shares(*_numbers(value, text)))
         elif name in _OF_PATTERN:
             found.append(_OF_PATTERN[name](value))
         elif name == "stage":
@@ -277,6 +281,11 @@ def _shard(value: str, text: str) -> Hint:
     if len(parts) != 3:
         raise HintError(f"cannot read hint {text!r}: write shard=PATTERN:DIM:AXIS")
     return hint.shard(parts[0], _number(parts[1], text), parts[2])
+
+
+def _numbers(value: str, text: str) -> list[int]:
+    """Numbers between slashes."""
+    return [_number(number, text) for number in value.split("/")]
 
 
 def _number(value: str, text: str) -> int:

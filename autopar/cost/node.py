@@ -39,16 +39,33 @@ def local_bytes(kind: TensorType, sharding: Sharding) -> int:
 
 @lru_cache(maxsize=1 << 17)
 def local_type(kind: TensorType, sharding: Sharding) -> TensorType:
-    """The largest rank's piece: the one of the rank with all coordinates 0."""
-    return TensorType(local_shape(kind.shape, sharding, (0,) * len(sharding)), kind.dtype)
+    """The largest rank's piece: the one of the first rank, or of the largest share."""
+    largest = tuple(
+        axis.shares.index(max(axis.shares)) if isinstance(axis, Split) and axis.shares else 0
+        for axis in sharding
+    )
+    return TensorType(local_shape(kind.shape, sharding, largest), kind.dtype)
 
 
-def work_share(mesh: Mesh, shardings: Sequence[Sharding]) -> int:
-    """Ranks among which a node's loop is divided: the axes that split any operand or output."""
-    axes = {
-        axis for sharding in shardings for axis, s in enumerate(sharding) if isinstance(s, Split)
+def own_part(
+    whole: int, mesh: Mesh, shardings: Sequence[Sharding], coordinates: Sequence[int]
+) -> int:
+    """A rank's part of what all ranks do of a node, of whose loop each runs its share.
+
+    Args:
+        whole: Operations, or bytes, of all.
+        mesh: The mesh.
+        shardings: Of its operands and outputs: the axes that split any divide the loop.
+        coordinates: Of the rank.
+    """
+    shares = {
+        axis: s.shares
+        for sharding in shardings
+        for axis, s in enumerate(sharding)
+        if isinstance(s, Split)
     }
-    return math.prod(mesh.sizes[axis] for axis in axes)
+    own = math.prod(held[coordinates[axis]] for axis, held in shares.items() if held)
+    return whole * own // math.prod(sum(held) or mesh.sizes[axis] for axis, held in shares.items())
 
 
 def update_bytes_per_s(device: Device) -> float:
@@ -85,13 +102,15 @@ class NodeCost:
             return 0.0
         reads = tuple(map(local_type, operand_types, operands))
         writes = tuple(map(local_type, node.outputs, outputs))
-        share = work_share(self.mesh, (*operands, *outputs))
+        own = own_part(rule.flops, self.mesh, (*operands, *outputs), self.mesh.fullest)
         causal = is_causal(node.op, node.args)
-        kernel_s = self.kernel_s(node.op, reads, writes, causal, rule.flops // share)
+        kernel_s = self.kernel_s(node.op, reads, writes, causal, own)
         times = repeats(self.mesh, *operands, *outputs)
-        return (kernel_s + self._synced_s(rule, operands, share)) * times
+        return (kernel_s + self._synced_s(rule, operands, outputs)) * times
 
-    def _synced_s(self, rule: Rule, operands: Sequence[Sharding], share: int) -> float:
+    def _synced_s(
+        self, rule: Rule, operands: Sequence[Sharding], outputs: Sequence[Sharding]
+    ) -> float:
         if not rule.synced:
             return 0.0
         total = 0.0
@@ -102,7 +121,9 @@ class NodeCost:
                     continue
                 found = rule.factor_of(dims, split, ranks)
                 if found is not None and found[0] in rule.synced:
-                    size = max(1, rule.sync_bytes * ranks // share)
+                    both = (*operands, *outputs)
+                    own = own_part(rule.sync_bytes * ranks, self.mesh, both, self.mesh.fullest)
+                    size = max(1, own)
                     total += self.collective_s("all_reduce", size, axis)
                     break
         return total

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 TIME = "time"
@@ -39,6 +39,8 @@ class Mesh:
         rows: Equal rows of the batch, each of which the time axis cuts into microbatches. Meshes
             that split the batch into different numbers of parts run the same microbatches if their
             rows are equal and a multiple of those numbers.
+        shares: For every axis, how many equal parts of the batch each of its ranks takes; empty
+            for one each. No entries at all: so on every axis.
     """
 
     names: tuple[str, ...]
@@ -46,9 +48,14 @@ class Mesh:
     levels: tuple[int, ...] = ()
     roles: tuple[str, ...] = ()
     rows: int = 1
+    shares: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.names) == len(self.sizes)
+        assert not self.shares or all(
+            not own or (len(own) == size and sum(own) > 0 and min(own) >= 0)
+            for own, size in zip(self.shares, self.sizes, strict=True)
+        )
         if not self.levels:
             object.__setattr__(self, "levels", (0,) * len(self.names))
         if not self.roles:
@@ -68,7 +75,13 @@ class Mesh:
         """The mesh of ranks, without the time axis."""
         if self.time_axis is None:
             return self
-        return Mesh(self.names[:-1], self.sizes[:-1], self.levels[:-1], self.roles[:-1])
+        return Mesh(
+            self.names[:-1],
+            self.sizes[:-1],
+            self.levels[:-1],
+            self.roles[:-1],
+            shares=self.shares[:-1],
+        )
 
     def with_time(self, microbatches: int, rows: int = 1) -> Mesh:
         """The mesh of ranks with a time axis behind it, if there are several microbatches."""
@@ -81,7 +94,23 @@ class Mesh:
             (*space.levels, 0),
             (*space.roles, TIME),
             rows,
+            (*space.shares, ()) if space.shares else (),
         )
+
+    def shares_of(self, axis: int) -> tuple[int, ...]:
+        """Parts of the batch that the ranks of an axis take; empty for one each."""
+        return self.shares[axis] if self.shares else ()
+
+    @property
+    def even(self) -> Mesh:
+        """The mesh with equal parts for all ranks."""
+        return replace(self, shares=()) if self.shares else self
+
+    @property
+    def fullest(self) -> tuple[int, ...]:
+        """Coordinates of a rank that takes most, in the first microbatch."""
+        own = (self.shares_of(axis) for axis in range(len(self.sizes)))
+        return tuple(shares.index(max(shares)) if shares else 0 for shares in own)
 
     @property
     def num_ranks(self) -> int:
@@ -104,11 +133,15 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Split:
-    """One axis splits ``dim``: rows of D / outer elements, cut into chunks of ``block``."""
+    """One axis splits ``dim``: rows of D / outer elements, cut into chunks of ``block``.
+
+    With ``shares``, rank i holds ``shares[i]`` chunks that follow each other instead of one.
+    """
 
     dim: int
     outer: int
     block: int
+    shares: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return f"S{self.dim}" if self.outer == 1 else f"S{self.dim}/{self.outer}"
@@ -157,16 +190,31 @@ class Atom:
         size: Global number of units.
         axis: Mesh axis that splits it, or None.
         chunk: Units a rank holds (the last ranks may hold fewer); ``size`` where it is whole.
+        shares: Chunks that every rank holds, where that is not one.
     """
 
     size: int
     axis: int | None
     chunk: int
+    shares: tuple[int, ...] = ()
+
+    @property
+    def most(self) -> int:
+        """Units on the rank that holds most."""
+        return self.chunk * max(self.shares, default=1)
+
+    def start(self, coordinate: int) -> int:
+        """First unit of the rank with this coordinate on the atom's axis."""
+        if self.shares:
+            return self.chunk * sum(self.shares[:coordinate])
+        return 0 if self.axis is None else min(coordinate * self.chunk, self.size)
 
     def local(self, coordinate: int) -> int:
         """Units on the rank with this coordinate on the atom's axis."""
         if self.axis is None:
             return self.size
+        if self.shares:
+            return self.chunk * self.shares[coordinate]
         return min(self.chunk, max(0, self.size - coordinate * self.chunk))
 
 
@@ -191,7 +239,7 @@ def dim_atoms(size: int, splits: Sequence[tuple[int, Split]]) -> tuple[Atom, ...
         unit = size // following
         if split.block % unit:
             return None
-        atoms.append(Atom(following // split.outer, axis, split.block // unit))
+        atoms.append(Atom(following // split.outer, axis, split.block // unit, split.shares))
         at = following
     return tuple(atoms)
 
@@ -236,6 +284,10 @@ def _is_legal(
             if atom.axis is None:
                 continue
             ranks = sizes[atom.axis]
+            if atom.shares:
+                if len(atom.shares) != ranks or atom.chunk * sum(atom.shares) != atom.size:
+                    return False
+                continue
             least = -(-atom.size // ranks)
             if not least <= atom.chunk <= atom.size:
                 return False
@@ -269,7 +321,7 @@ def local_indices(
     found: Sequence[int] = range(1)
     for atom in pieces:
         coordinate = 0 if atom.axis is None else coordinates[atom.axis]
-        start = 0 if atom.axis is None else coordinate * atom.chunk
+        start = atom.start(coordinate)
         own = range(start, start + atom.local(coordinate))
         found = own if found == range(1) else tuple(i * atom.size + j for i in found for j in own)
     return found if isinstance(found, range) else tuple(found)
@@ -321,7 +373,7 @@ def local_elements(
             if atom.axis is not None and atom.axis == time:
                 per_microbatch += atom.chunk * stride
             elif atom.axis is not None:
-                start += coordinates[atom.axis] * atom.chunk * stride
+                start += atom.start(coordinates[atom.axis]) * stride
             if runs and runs[-1][0] * runs[-1][1] == stride:
                 runs[-1] = (runs[-1][0] * count, runs[-1][1])
             elif count != 1:
@@ -334,19 +386,22 @@ def is_even(shape: Sequence[int], sharding: Sharding, mesh: Mesh) -> bool:
     """Whether every rank holds the same number of elements."""
     for pieces in atoms(shape, sharding):
         for atom in pieces:
-            if atom.axis is not None and atom.chunk * mesh.sizes[atom.axis] != atom.size:
+            held = {
+                atom.local(at) for at in range(1 if atom.axis is None else mesh.sizes[atom.axis])
+            }
+            if len(held) > 1:
                 return False
     return True
 
 
 def max_local_elements(shape: Sequence[int], sharding: Sharding) -> int:
-    """Elements on the rank that holds most (the rank with all coordinates 0).
+    """Elements on the rank that holds most (the rank with all coordinates 0, if shares are equal).
 
     That rank holds a full chunk of every split, so each leaves ``outer * block`` of its dim.
     """
     whole_elements, kept, of = math.prod(shape), 1, 1
     for axis in sharding:
         if type(axis) is Split:
-            kept *= axis.outer * axis.block
+            kept *= axis.outer * axis.block * max(axis.shares, default=1)
             of *= shape[axis.dim]
     return whole_elements * kept // of if of else 0

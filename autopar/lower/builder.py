@@ -230,6 +230,14 @@ class Builder:
         plain = math.prod(kind.shape[:dim]) == 1 and self.purpose != "gradients"
         return cut if plain else self.copy(cut)
 
+    def concatenate(self, values: Sequence[Ref], dim: int) -> Ref:
+        """The values one behind the other along a dim."""
+        kinds = [self.types[value] for value in values]
+        length = sum(kind.shape[dim] for kind in kinds)
+        shape = (*kinds[0].shape[:dim], length, *kinds[0].shape[dim + 1 :])
+        out = TensorType(shape, kinds[0].dtype)
+        return self.call("aten.cat.default", (tuple(values), dim), out)
+
     def pad(self, value: Ref, dim: int, length: int) -> Ref:
         """The value with zeros behind it along ``dim``, ``length`` in all."""
         kind = self.types[value]

@@ -259,7 +259,7 @@ def intervals(
     found: list[Interval] = [(0, 1)]
     for atom in pieces:
         at = 0 if atom.axis is None else coordinates[atom.axis]
-        first, count = (0 if atom.axis is None else at * atom.chunk), atom.local(at)
+        first, count = atom.start(at), atom.local(at)
         if count == atom.size:
             found = [(start * count, length * count) for start, length in found]
         elif count == 0:

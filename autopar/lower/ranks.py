@@ -20,7 +20,9 @@ def distinct_coordinates(graph: Graph, stage: StagePlan) -> tuple[tuple[int, ...
     for kind, sharding in set(_values(graph, stage)):
         for pieces in atoms(kind.shape, sharding):
             for atom in pieces:
-                if atom.axis is not None and atom.chunk * stage.mesh.sizes[atom.axis] != atom.size:
+                if atom.axis is not None and (
+                    atom.shares or atom.chunk * stage.mesh.sizes[atom.axis] != atom.size
+                ):
                     uneven[atom.axis].add(atom)
     kinds = []
     for size, cut in zip(stage.mesh.sizes, uneven, strict=True):

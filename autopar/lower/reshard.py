@@ -76,23 +76,39 @@ def _slice(build: Builder, value: Ref, kind: TensorType, step: Step) -> Ref:
     if step.axis == build.mesh.time_axis:
         cut = build.microbatch(rows, atom.chunk, own)
         return cut if before == 1 else build.copy(cut)
-    start = min(coordinate * atom.chunk, atom.size)
-    return build.narrow(rows, 1, start, own)
+    return build.narrow(rows, 1, atom.start(coordinate), own)
+
+
+def _spread(build: Builder, value: Ref, dim: int, atom: Atom, ranks: int) -> Ref:
+    """Every rank's part of a dim, padded to the largest: rank i's at i times that."""
+    if not atom.shares:
+        return build.pad(value, dim, ranks * atom.chunk)
+    parts = [build.narrow(value, dim, atom.start(i), atom.local(i)) for i in range(ranks)]
+    return build.concatenate([build.pad(part, dim, atom.most) for part in parts], dim)
+
+
+def _packed(build: Builder, value: Ref, dim: int, atom: Atom, ranks: int) -> Ref:
+    """The dim without what padded every rank's part."""
+    if not atom.shares:
+        return build.narrow(value, dim, 0, atom.size)
+    held = [i for i in range(ranks) if atom.local(i)]
+    parts = [build.narrow(value, dim, i * atom.most, atom.local(i)) for i in held]
+    return build.concatenate(parts, dim)
 
 
 def _all_gather(build: Builder, value: Ref, kind: TensorType, step: Step) -> Ref:
     ranks = build.mesh.sizes[step.axis]
     before, atom, after = _around(build, kind.shape, step.before, step.axis)
     own = _local_size(build, atom)
-    rows = build.pad(build.reshape(value, (before, own, after)), 1, atom.chunk)
+    rows = build.pad(build.reshape(value, (before, own, after)), 1, atom.most)
     if before == 1:
-        flat = build.all_gather(build.reshape(rows, (atom.chunk, after)), step.axis)
-        return build.narrow(flat, 0, 0, atom.size)
+        flat = build.all_gather(build.reshape(rows, (atom.most, after)), step.axis)
+        return _packed(build, flat, 0, atom, ranks)
     gathered = build.all_gather(rows, step.axis)
-    parts = build.reshape(gathered, (ranks, before, atom.chunk, after))
+    parts = build.reshape(gathered, (ranks, before, atom.most, after))
     joined = build.permute(parts, (1, 0, 2, 3))
-    joined = build.reshape(joined, (before, ranks * atom.chunk, after))
-    return build.narrow(joined, 1, 0, atom.size)
+    joined = build.reshape(joined, (before, ranks * atom.most, after))
+    return _packed(build, joined, 1, atom, ranks)
 
 
 def _all_reduce(build: Builder, value: Ref, kind: TensorType, step: Step) -> Ref:
@@ -109,10 +125,10 @@ def _reduce_scatter(build: Builder, value: Ref, kind: TensorType, step: Step) ->
     ranks = build.mesh.sizes[step.axis]
     before, atom, after = _around(build, kind.shape, step.after, step.axis)
     own = _local_size(build, atom)
-    rows = build.pad(build.reshape(value, (before, atom.size, after)), 1, ranks * atom.chunk)
-    parts = build.reshape(rows, (before, ranks, atom.chunk, after))
+    rows = _spread(build, build.reshape(value, (before, atom.size, after)), 1, atom, ranks)
+    parts = build.reshape(rows, (before, ranks, atom.most, after))
     parts = build.permute(parts, (1, 0, 2, 3))
-    flat = build.reshape(parts, (ranks * before, atom.chunk, after))
+    flat = build.reshape(parts, (ranks * before, atom.most, after))
     scattered = build.reduce_scatter(flat, step.axis, old.reduce)
     return build.narrow(scattered, 1, 0, own)
 
@@ -134,11 +150,11 @@ def _all_to_all(build: Builder, value: Ref, kind: TensorType, step: Step) -> Ref
     take = next(i for i, atom in enumerate(pieces) if atom.axis == axis)
     local = [atom.size if i == give else _local_size(build, atom) for i, atom in enumerate(pieces)]
     moved = build.reshape(value, local)
-    moved = build.pad(moved, take, pieces[take].chunk)
-    moved = build.pad(moved, give, ranks * pieces[give].chunk)
+    moved = build.pad(moved, take, pieces[take].most)
+    moved = _spread(build, moved, give, pieces[give], ranks)
     padded = list(local)
-    padded[take] = pieces[take].chunk
-    cut = [*padded[:give], ranks, pieces[give].chunk, *padded[give + 1 :]]
+    padded[take] = pieces[take].most
+    cut = [*padded[:give], ranks, pieces[give].most, *padded[give + 1 :]]
     moved = build.reshape(moved, cut)
     order = [give, *(i for i in range(len(cut)) if i != give)]
     moved = build.permute(moved, order)
@@ -149,8 +165,8 @@ def _all_to_all(build: Builder, value: Ref, kind: TensorType, step: Step) -> Ref
     order = [i + 1 for i in range(len(pieces))]
     order.insert(take, 0)
     moved = build.permute(moved, order)
-    joined = [*padded[:take], ranks * pieces[take].chunk, *padded[take + 1 :]]
-    joined[give] = pieces[give].chunk
+    joined = [*padded[:take], ranks * pieces[take].most, *padded[take + 1 :]]
+    joined[give] = pieces[give].most
     moved = build.reshape(moved, joined)
-    moved = build.narrow(moved, take, 0, pieces[take].size)
+    moved = _packed(build, moved, take, pieces[take], ranks)
     return build.narrow(moved, give, 0, pieces[give].local(build.coordinates[axis]))

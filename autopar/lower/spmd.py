@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from autopar.cost.node import work_share
+from autopar.cost.node import own_part
 from autopar.cost.reshard import CollectiveSeconds, Step, cheapest_path
 from autopar.errors import UnsupportedError
 from autopar.ir.alias import Alias, resolve_aliases, through
@@ -522,14 +522,14 @@ class _Lowering:
     def _plain(self, op: LocalOp, rule: Rule) -> tuple[Ref, ...]:
         args, kwargs = rule.local_args(op) if rule.local_args else (op.args(), op.kwargs())
         outs = tuple(op.output_type(index) for index in range(len(op.node.outputs)))
-        share = work_share(op.mesh, (*op.operands, *op.outputs))
+        flops = own_part(rule.flops, op.mesh, (*op.operands, *op.outputs), op.coordinates)
         return self.build.call_many(
             _LOCAL_NAMES.get(op.node.op, op.node.op),
             tuple(args),
             outs,
             kwargs,
             name=op.node.name,
-            flops=rule.flops // share,
+            flops=flops,
         )
 
     def _root(self, ref: Ref) -> Alias:

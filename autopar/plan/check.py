@@ -164,7 +164,11 @@ def _is_plain(sharding: Sharding, kind: TensorType, mesh: Mesh) -> bool:
     for axis, size in zip(sharding, mesh.sizes, strict=True):
         if isinstance(axis, Split):
             row = kind.shape[axis.dim] // axis.outer
-            if axis.outer != pieces.get(axis.dim, 1) or axis.block != -(-row // size):
+            if (
+                axis.outer != pieces.get(axis.dim, 1)
+                or axis.block != -(-row // size)
+                or axis.shares
+            ):
                 return False
             pieces[axis.dim] = axis.outer * size
     return True

@@ -7,7 +7,8 @@ type                                    JSON
 ======================================  ====================================================
 ``Sharding``                            ``"S0:512 R"``: for each mesh axis ``R`` (whole), ``P``
                                         (partial; ``Pmax``, ``Pmin``) or ``S<dim>/<outer>:<block>``
-                                        (split; ``/1`` is left out)
+                                        (split; ``/1`` is left out), with ``*5+2+1`` behind it
+                                        where ranks hold 5, 2 and 1 blocks
 ``Sharding | None``                     the same, empty for None
 ``tuple[Sharding, ...]``                ``"S0:512 R, R R"``; ``-`` where the mesh has no axis
 ``TensorType``                          ``"float32[8, 512]"``
@@ -164,10 +165,16 @@ def sharding_text(sharding: Sharding) -> str:
 
 
 def _axis_text(axis: AxisSharding) -> str:
-    return f"{axis}:{axis.block}" if isinstance(axis, Split) else str(axis)
+    if not isinstance(axis, Split):
+        return str(axis)
+    shares = f"*{'+'.join(map(str, axis.shares))}" if axis.shares else ""
+    return f"{axis}:{axis.block}{shares}"
 
 
-_AXIS = re.compile(r"S(?P<dim>\d+)(?:/(?P<outer>\d+))?:(?P<block>\d+)|P(?P<reduce>max|min)?|R")
+_AXIS = re.compile(
+    r"S(?P<dim>\d+)(?:/(?P<outer>\d+))?:(?P<block>\d+)(?:\*(?P<shares>\d+(?:\+\d+)*))?"
+    r"|P(?P<reduce>max|min)?|R"
+)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -183,7 +190,9 @@ def _sharding(text: str) -> Sharding:
                 "for each mesh axis, separated by spaces"
             )
         if part[0] == "S":
-            found.append(Split(int(axis["dim"]), int(axis["outer"] or 1), int(axis["block"])))
+            shares = tuple(map(int, axis["shares"].split("+"))) if axis["shares"] else ()
+            outer = int(axis["outer"] or 1)
+            found.append(Split(int(axis["dim"]), outer, int(axis["block"]), shares))
         else:
             found.append(WHOLE if part == "R" else Partial(axis["reduce"] or "sum"))
     if not found:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.cost.node import NodeCost, axis_seconds, update_bytes_per_s
@@ -54,7 +54,14 @@ from autopar.search.build import (
 )
 from autopar.search.collection import no_collection
 from autopar.search.intra import Least, away_bytes, fits, least_bytes, moment_of, solve
-from autopar.search.outer import common_rows, meshes, stage_meshes
+from autopar.search.outer import (
+    batch_parts,
+    common_rows,
+    meshes,
+    proportional,
+    stage_meshes,
+    with_shares,
+)
 from autopar.search.problem import Solution
 from autopar.search.stages import Pipeline
 from autopar.search.sums import summed_early
@@ -210,10 +217,15 @@ class _Outer:
 
     def _try_layout(self, layout: Layout, choices: Sequence[tuple[Mesh, ...]]) -> None:
         """Try meshes of the stages with more and more microbatches, as long as memory asks."""
-        counts = microbatch_counts(self.analysis.graph, self.settled.microbatches, layout, choices)
+        counts = microbatch_counts(
+            self.analysis.graph,
+            self.settled.microbatches,
+            layout,
+            lambda count: any(self._fits(in_time(self._shared(s, count), count)) for s in choices),
+        )
         before = math.inf
         for count in counts:
-            here = [self._try(layout, in_time(spaces, count)) for spaces in choices]
+            here = [self._try(layout, in_time(self._shared(s, count), count)) for s in choices]
             fitting = [candidate for candidate in here if candidate is not None]
             now = min((c.step_s for c in fitting), default=math.inf)
             # More microbatches only help to hold less.
@@ -221,10 +233,40 @@ class _Outer:
                 break
             before = now
 
+    def _fits(self, meshes: Sequence[Mesh]) -> bool:
+        """Whether the batch can be cut over the meshes of all stages."""
+        return not any(batch_misfit(self.analysis.graph, mesh) for mesh in meshes)
+
+    def _shared(self, spaces: Sequence[Mesh], microbatches: int) -> tuple[Mesh, ...]:
+        """The meshes of stages with the shares of the batch that their ``dp`` ranks take."""
+        samples = _samples(self.analysis.graph)
+        settled, found, first = self.request.settled_plan is not None, [], 0
+        for space in spaces:
+            parts = self._parts(space, first, samples // microbatches)
+            # Another batch than the one that was planned for may not divide so.
+            fits = parts is not None and samples % (sum(parts) * microbatches) == 0
+            bare = space.even
+            found.append(with_shares(bare, parts) if parts and (fits or not settled) else bare)
+            first += space.num_ranks
+        return tuple(found)
+
+    def _parts(self, space: Mesh, first_rank: int, samples: int) -> tuple[int, ...] | None:
+        """Parts of the batch for the ranks of ``dp``: as hinted, else as they are fast."""
+        size = dict(zip(space.roles, space.sizes, strict=True)).get("dp", 1)
+        given = self.settled.shares
+        if given is not None and len(given) == size:
+            return given
+        speeds = [math.inf] * size
+        for rank in range(space.num_ranks):
+            device = self.request.cluster.device(first_rank + rank)
+            at = dict(zip(space.roles, space.coordinates(rank), strict=True)).get("dp", 0)
+            speeds[at] = min(speeds[at], max(device.peak_flops_per_s.values()))
+        return None if len(set(speeds)) == 1 else proportional(samples, speeds)
+
     def _try(self, layout: Layout, meshes: Sequence[Mesh]) -> Candidate | None:
         for mesh in meshes:
             if misfit := batch_misfit(self.analysis.graph, mesh):
-                if self.settled.microbatches is not None:
+                if self.settled.microbatches is not None or self.settled.shares is not None:
                     raise HintError(misfit)
                 self.failures.append(_Failure(mesh, True, float("inf")))
                 return None
@@ -346,7 +388,7 @@ def microbatch_counts(
     graph: Graph,
     forced: int | None,
     layout: Layout | None = None,
-    choices: Sequence[tuple[Mesh, ...]] = (),
+    fits: Callable[[int], bool] = lambda count: True,
 ) -> tuple[int, ...]:
     """Numbers of microbatches to try, fewest first: more are needed only where memory binds.
 
@@ -354,7 +396,7 @@ def microbatch_counts(
         graph: The step.
         forced: The number a hint gives, or None.
         layout: Stages to keep busy: a pipeline starts at four microbatches a stage.
-        choices: Meshes of the stages, one of which must be able to split so many.
+        fits: Whether the batch can be cut into so many over the ranks; ignored if none can.
 
     Raises:
         UnsupportedError: The schedule cannot do the number that is forced, or any.
@@ -365,18 +407,13 @@ def microbatch_counts(
             layout.check(forced)
         return (forced,)
     samples = _samples(graph)
-    fitting = [count for count in COUNTS[:-1] if samples % count == 0]
+    dividing = [count for count in COUNTS[:-1] if samples % count == 0]
+    fitting = [count for count in dividing if fits(count)] or dividing
     if layout is None or num_stages == 1:
         return tuple(fitting)
     possible = [count for count in fitting if layout.fits(count)]
     if not possible:
         layout.check(fitting[-1])
-    split = [
-        count
-        for count in possible
-        if any(not any(batch_misfit(graph, m) for m in in_time(c, count)) for c in choices)
-    ]
-    possible = split or possible
     enough = [count for count in possible if count >= 4 * num_stages]
     return tuple(enough or possible[-1:])
 
@@ -389,13 +426,20 @@ def in_time(spaces: Sequence[Mesh], microbatches: int) -> tuple[Mesh, ...]:
 
 def batch_misfit(graph: Graph, mesh: Mesh) -> str:
     """Why the batch cannot be cut over ``dp`` and into the mesh's microbatches; empty if it can."""
-    ranks = math.prod(n for n, role in zip(mesh.sizes, mesh.roles, strict=True) if role == "dp")
-    ranks = max(ranks, mesh.rows)
+    ranks = max(batch_parts(mesh), mesh.rows)
     parts = ranks * mesh.microbatches
     for node in graph.sources(INPUT):
         dim = graph.batch_dims.get(node.target)
         samples = 0 if dim is None else node.outputs[0].shape[dim]
-        if min(ranks, mesh.microbatches) > 1 and samples % parts:
+        divides = min(ranks, mesh.microbatches) > 1
+        if dim is not None and mesh.shares and samples % parts:
+            shares = " + ".join(str(n) for own in mesh.shares for n in own)
+            return (
+                f"cannot share the batch out as {shares} in {mesh.microbatches} microbatches: "
+                f"input {node.target!r} has {samples} samples, not a multiple of {parts}; use such "
+                "a batch or other parts"
+            )
+        if dim is not None and divides and samples % parts:
             return (
                 f"cannot cut the batch into {mesh.microbatches} microbatches over dp={ranks}: "
                 f"input {node.target!r} has {samples} samples, not a multiple of {parts}; use "
@@ -443,6 +487,11 @@ def _prepare(
             stored = _stored([c for s in stages for c in taken.chunks_of(s).values()], mesh)
             restrictions = replace(restrictions, stored=stored)
         device = slowest([cluster.devices[run].device for run in runs])
+        if mesh.shares:
+            fullest = first_ranks[stages[0]] + mesh.space.rank(mesh.space.fullest)
+            # The others are simulated on their own devices, but for those of a pipeline.
+            least = device.memory_bytes if len(meshes) > 1 else cluster.device(fullest).memory_bytes
+            device = replace(cluster.device(fullest), memory_bytes=least)
         cost = NodeCost(device, mesh, axis_seconds(cluster, mesh, first_ranks[stages[0]]))
         states = StateBytes(
             per_element=request.optimizer.state_bytes,
@@ -455,8 +504,7 @@ def _prepare(
         )
         asked = restrictions.recompute or restrictions.offload or restrictions.offload_states
         forced = bool(asked)
-        allowed = float(settled.usable_bytes(device))
-        search = _Search(built, layout, cost, forced=forced, allowed=allowed)
+        search = _Search(built, layout, cost, forced=forced, limit_of=settled.usable_bytes)
         searches.update(dict.fromkeys(stages, search))
     return _Lanes(tuple(searches[s] for s in range(len(meshes))), tuple(first_ranks))
 
@@ -544,9 +592,11 @@ def _finish(
         if num_stages > 1:
             candidate, used = _evaluate_stages(analysis, request, search, solved)
         else:
-            candidate = evaluate(analysis, request, kinds[0].cost, *solved[kinds[0]])
-            candidate = replace(candidate, limit_bytes=int(kinds[0].allowed))
-            used = {kinds[0]: candidate.memory.total_bytes}
+            (only,) = kinds
+            candidate = evaluate(analysis, request, only.cost, *solved[only], only.limit_of)
+            # The limit of the rank that is fullest may be another: in proportion to that.
+            share = only.allowed / candidate.limit_bytes
+            used = {only: math.ceil(candidate.memory.total_bytes * share)}
         over = [kind for kind in kinds if used[kind] > kind.allowed]
         fitting = [kind for kind in kinds if kind.fits_host(candidate.host_bytes)]
         if not over and len(fitting) == len(kinds):
@@ -586,14 +636,21 @@ class _Search:
     """
 
     def __init__(
-        self, built: Built, layout: Layout, cost: NodeCost, *, forced: bool, allowed: float
+        self,
+        built: Built,
+        layout: Layout,
+        cost: NodeCost,
+        *,
+        forced: bool,
+        limit_of: Callable[[Device], int],
     ) -> None:
         self.plain = built
         self.layout = layout
         self.num_stages = layout.num_stages
         self.cost = cost
         self.forced = forced
-        self.allowed = allowed
+        self.limit_of = limit_of
+        self.allowed = float(limit_of(cost.device))
         self.host_limit = self.host_allowed = float(cost.device.host_memory_bytes)
         self.hides = 1.0
         self.unbound: Solution | None = None
@@ -697,22 +754,29 @@ def _stored(chunks: Sequence[StagePlan], mesh: Mesh) -> Mapping[str, Sharding]:
 
 
 def evaluate(
-    analysis: Analysis, request: Request, cost: NodeCost, built: Built, solution: Solution
+    analysis: Analysis,
+    request: Request,
+    cost: NodeCost,
+    built: Built,
+    solution: Solution,
+    limit_of: Callable[[Device], int] = lambda device: device.memory_bytes,
 ) -> Candidate:
     """Lower a solution for every distinct rank, and simulate what they run.
 
-    The step is that of the slowest rank; the memory that of the rank that holds most.
+    The step is that of the slowest rank; the memory that of the rank that holds most of what its
+    device lets it hold.
     """
     stage = decode(built, analysis, solution)
-    priced = prices(cost.device, cost.collective_s)
     short = shorten(analysis, (stage,))
     try:
-        found = _every_rank(analysis, cost, priced, short, request.optimizer)
+        found = _every_rank(analysis, request, cost, short)
     except NotPeriodicError:
         short = Short(analysis.graph, (stage,))
-        found = _every_rank(analysis, cost, priced, short, request.optimizer)
-    slowest, _, update_s = max(found, key=lambda item: item[0].seconds + item[2])
-    memory = _fullest([memory for _, memory, _ in found])
+        found = _every_rank(analysis, request, cost, short)
+    slow, update_s = max(((s, u) for s, _, u, _ in found), key=lambda own: own[0].seconds + own[1])
+    limits = [limit_of(device) for *_, device in found]
+    memory = _fullest([memory for _, memory, _, _ in found], limits)
+    tight = max(range(len(found)), key=lambda at: found[at][1].total_bytes / limits[at])
     return Candidate(
         mesh=built.mesh,
         built=built,
@@ -720,9 +784,9 @@ def evaluate(
         pipeline=Pipeline((stage,), ()),
         costs=(cost,),
         schedule="1f1b",
-        simulation=slowest,
+        simulation=slow,
         memory=memory,
-        limit_bytes=cost.device.memory_bytes,
+        limit_bytes=limits[tight],
         update_s=update_s,
         objective_s=solution.objective_s,
         bound_s=solution.bound_s,
@@ -755,20 +819,35 @@ def _most_on_a_node(cluster: Cluster, stages: Sequence[tuple[int, int]]) -> floa
 
 
 def _every_rank(
-    analysis: Analysis, cost: NodeCost, priced: Prices, short: Short, optimizer: OptimizerSpec
-) -> list[tuple[Simulation, Memory, float]]:
-    """What a step takes on every distinct rank: the simulation, the memory, the update."""
+    analysis: Analysis, request: Request, cost: NodeCost, short: Short
+) -> list[tuple[Simulation, Memory, float, Device]]:
+    """What a step takes on every distinct rank: simulation, memory, update; and its device."""
     found = []
     (stage,) = short.stages
     away = states_on_host(stage)
     for coordinates in distinct_coordinates(short.graph, stage):
+        device = cost.device
+        if stage.mesh.shares:
+            device = slowest(_devices_alike(request.cluster, stage.mesh, coordinates))
         lowered = lower(short.graph, analysis.rules, stage, coordinates, cost.collective_s)
-        program = overlap(lowered, priced)
-        simulation = simulate_loop(program, priced, short.repeats)
-        memory = predicted_memory(program, simulation, optimizer, short.repeats, away)
-        update = update_of(program, optimizer, short.repeats, away)
-        found.append((simulation, memory, update.seconds(cost.device)))
+        # All ranks order their collectives alike: as the first one's device would.
+        program = overlap(lowered, prices(request.cluster.device(0), cost.collective_s))
+        simulation = simulate_loop(program, prices(device, cost.collective_s), short.repeats)
+        memory = predicted_memory(program, simulation, request.optimizer, short.repeats, away)
+        update = update_of(program, request.optimizer, short.repeats, away)
+        found.append((simulation, memory, update.seconds(device), device))
     return found
+
+
+def _devices_alike(cluster: Cluster, mesh: Mesh, coordinates: Sequence[int]) -> list[Device]:
+    """Devices of the ranks that take the same shares of the batch."""
+
+    def taken(place: Sequence[int]) -> list[int]:
+        axes = range(len(mesh.space.sizes))
+        return [mesh.shares_of(axis)[place[axis]] for axis in axes if mesh.shares_of(axis)]
+
+    ranks = range(mesh.num_ranks)
+    return [cluster.device(r) for r in ranks if taken(mesh.coordinates(r)) == taken(coordinates)]
 
 
 def _evaluate_stages(

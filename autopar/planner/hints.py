@@ -22,6 +22,7 @@ from autopar.hint import (
     Replicate,
     Schedule,
     Shard,
+    Shares,
 )
 from autopar.ir.graph import INPUT, PARAMETER, Graph, Phase
 from autopar.planner.cuts import CutHint
@@ -44,6 +45,7 @@ class Settled:
         schedule: Name of the schedule of a pipeline.
         chunks: Chunks of the model that each stage of one holds.
         cuts: Hints about where a pipeline is cut.
+        shares: Parts of the batch that the ranks of ``dp`` take, or None.
         microbatches: Their forced number, or None.
         memory_limit_bytes: Bytes that a hint lets a rank use, or None.
         memory_fraction: Usable part of a device's memory without that hint.
@@ -54,6 +56,7 @@ class Settled:
     schedule: str
     chunks: int
     cuts: tuple[CutHint, ...]
+    shares: tuple[int, ...] | None
     microbatches: int | None
     memory_limit_bytes: int | None
     memory_fraction: float
@@ -95,6 +98,9 @@ def settle(
             f"cannot apply {cuts[0]}: there is one stage; give the number of stages with "
             "hint.degrees(pp=...)"
         )
+    shares = _only(hints, Shares, "hint.shares")
+    if shares is not None:
+        _check_shares(shares, degrees)
     recompute = tuple(h.pattern for h in hints if isinstance(h, Recompute))
     keep = tuple(h.pattern for h in hints if isinstance(h, Keep))
     offload = tuple(h.pattern for h in hints if isinstance(h, Offload))
@@ -116,6 +122,7 @@ def settle(
         schedule=spec.name,
         chunks=spec.least_chunks if schedule is None else schedule.chunks or spec.least_chunks,
         cuts=cuts,
+        shares=None if shares is None else shares.parts,
         microbatches=None if microbatches is None else microbatches.count,
         memory_limit_bytes=None if limit is None else limit.limit_bytes,
         memory_fraction=fraction,
@@ -133,6 +140,18 @@ def _check_kind(given: object) -> None:
         raise HintError(
             f"cannot use {given!r} as a hint: it is a {type(given).__name__}; give a list of what "
             "the functions of autopar.hint return"
+        )
+
+
+def _check_shares(shares: Shares, degrees: Degrees | None) -> None:
+    """Refuse parts of the batch that no ranks would take."""
+    given = None if degrees is None else degrees.dp
+    counts = given if isinstance(given, tuple) else (given,)
+    if len(shares.parts) not in counts:
+        raise HintError(
+            f"cannot apply hint.shares{shares.parts}: it has {len(shares.parts)} parts, and "
+            f"{'dp is not fixed' if given is None else f'dp={given}'}; give one for every rank of "
+            f"hint.degrees(dp={len(shares.parts)})"
         )
 
 

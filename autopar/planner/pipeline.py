@@ -344,7 +344,7 @@ def evaluate_pipeline(
             analysis.graph,
             analysis.rules,
             held,
-            (0,) * len(cost.mesh.sizes),
+            cost.mesh.fullest,
             cost.collective_s,
             crossing,
         )

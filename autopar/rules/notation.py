@@ -96,14 +96,16 @@ class Rule:
                 seen.update(dict.fromkeys(dim))
         return tuple(f for f in seen if f not in self.whole and self.sizes[f] > 1)
 
-    def place(self, dims: Dims, factor: str, outer: int, block: int) -> Split | None:
+    def place(
+        self, dims: Dims, factor: str, outer: int, block: int, shares: tuple[int, ...] = ()
+    ) -> Split | None:
         """The split of a tensor's dim that splits ``factor`` so; None if it lacks the factor."""
         for index, dim in enumerate(dims):
             if factor in dim:
                 at = dim.index(factor)
                 before = math.prod(self.sizes[f] for f in dim[:at])
                 after = math.prod(self.sizes[f] for f in dim[at + 1 :])
-                return Split(index, outer * before, block * after)
+                return Split(index, outer * before, block * after, shares)
         return None
 
     def factor_of(self, dims: Dims, split: Split, ranks: int) -> tuple[str, int, int] | None:
@@ -139,7 +141,7 @@ class Rule:
                 moved.append(axis)
                 continue
             found = self.factor_of(given, axis, ranks)
-            placed = None if found is None else self.place(wanted, *found)
+            placed = None if found is None else self.place(wanted, *found, axis.shares)
             if placed is None or found is None or found[0] in self.whole:
                 return None
             moved.append(placed)
@@ -151,7 +153,7 @@ class Rule:
         for axis, ranks in zip(sharding, sizes, strict=True):
             if isinstance(axis, Split):
                 size = math.prod(self.sizes[f] for f in dims[axis.dim])
-                unequal |= axis.block * ranks * axis.outer != size
+                unequal |= bool(axis.shares) or axis.block * ranks * axis.outer != size
         if not unequal:
             return True
         shape = [math.prod(self.sizes[f] for f in dim) for dim in dims]
@@ -160,13 +162,15 @@ class Rule:
 
 
 def axis_effect(
-    rule: Rule, factor: str, outer: int, block: int
+    rule: Rule, factor: str, outer: int, block: int, shares: tuple[int, ...] = ()
 ) -> tuple[tuple[AxisSharding, ...], tuple[AxisSharding, ...]]:
     """What splitting ``factor`` over one axis does to every operand and every output."""
-    operands = tuple(rule.place(dims, factor, outer, block) or WHOLE for dims in rule.operands)
+    operands = tuple(
+        rule.place(dims, factor, outer, block, shares) or WHOLE for dims in rule.operands
+    )
     outputs: list[AxisSharding] = []
     for index, dims in enumerate(rule.outputs):
-        split = rule.place(dims, factor, outer, block)
+        split = rule.place(dims, factor, outer, block, shares)
         if split is not None:
             outputs.append(split)
         elif factor in rule.synced or (factor, index) in rule.unrelated:

@@ -63,10 +63,10 @@ class _Option:
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """A piece of a factor that earlier axes split into ``ranks`` parts."""
+    """A piece of a factor that earlier axes split into ``parts``."""
 
     cut: Cut
-    ranks: int
+    parts: int
 
 
 def strategies(
@@ -139,7 +139,7 @@ class _Lister:
         self.output_types = output_types
         self.mesh = mesh
         self.allow = allow
-        self.effects: dict[tuple[str, int, int, int], _Effect | None] = {}
+        self.effects: dict[tuple[str, int, int, int, tuple[int, ...]], _Effect | None] = {}
 
     def walk(
         self, options: Sequence[_Option], axis: int, taken: Mapping[str, tuple[_Taken, ...]]
@@ -172,38 +172,45 @@ class _Lister:
         ranks, before = self.mesh.sizes[axis], 1
         for piece in taken:
             if piece.cut == option.cut:
-                before = piece.ranks
+                before = piece.parts
             elif not _apart(piece.cut, option.cut):
                 return None
         if axis == self.mesh.time_axis:
             if self.mesh.rows % before and self.mesh.rows > 1:
                 return None
             before = max(before, self.mesh.rows)
-        if before > 1 and size % (before * ranks):
+        shares = self.mesh.shares_of(axis)
+        parts = sum(shares) or ranks
+        if (before > 1 or shares) and size % (before * parts):
             return None
         inner = self.rule.sizes[option.factor] // (outer * size)
-        block = -(-size // (before * ranks)) * inner
-        effect = self.effect(option.factor, outer * before, block, ranks)
+        block = -(-size // (before * parts)) * inner
+        effect = self.effect(option.factor, outer * before, block, ranks, shares)
         if effect is None:
             return None
         if self.allow is not None and not self.allow(axis, option.factor, outer * before, block):
             return None
         others = tuple(piece for piece in taken if piece.cut != option.cut)
-        return effect, (*others, _Taken(option.cut, before * ranks))
+        return effect, (*others, _Taken(option.cut, before * parts))
 
-    def effect(self, factor: str, outer: int, block: int, ranks: int) -> _Effect | None:
+    def effect(
+        self, factor: str, outer: int, block: int, ranks: int, shares: tuple[int, ...]
+    ) -> _Effect | None:
         """What one axis does alone, if that is legal for every operand and output."""
-        key = (factor, outer, block, ranks)
+        key = (factor, outer, block, ranks, shares)
         if key not in self.effects:
-            self.effects[key] = self.new_effect(factor, outer, block, ranks)
+            self.effects[key] = self.new_effect(factor, outer, block, ranks, shares)
         return self.effects[key]
 
-    def new_effect(self, factor: str, outer: int, block: int, ranks: int) -> _Effect | None:
+    def new_effect(
+        self, factor: str, outer: int, block: int, ranks: int, shares: tuple[int, ...]
+    ) -> _Effect | None:
         row = self.rule.sizes[factor] // outer
-        if row < ranks or (block * ranks != row and factor in self.rule.even):
+        equal = block * ranks == row and not shares
+        if row < ranks or (not equal and factor in self.rule.even):
             return None
-        found = axis_effect(self.rule, factor, outer, block)
-        if block * ranks == row:
+        found = axis_effect(self.rule, factor, outer, block, shares)
+        if equal:
             return found
         axis = Mesh(("a",), (ranks,))
         shapes = [t.shape for t in (*self.operand_types, *self.output_types)]

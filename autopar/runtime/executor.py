@@ -429,7 +429,8 @@ class ParallelModule(nn.Module):
                 f"{problems[-1] or 'it fits no step that the parts of other ranks fit'}; pass the "
                 "samples that parallel.batch_slices() names, or prepare(batch) another whole"
             )
-        return steps[fitting[-1]][1], tensors
+        step = steps[fitting[-1]][1]
+        return step, step.no_samples() if part is None else tensors
 
     def _run(self, step: Step, tensors: Sequence[Tensor], sharded: bool) -> Results:
         session = self._autopar.session

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from autopar.capture.ops import torch_dtype
 from autopar.errors import BatchError
 from autopar.ir.graph import KEY
 from autopar.ir.sharding import Sharding, dim_splits, local_indices, whole
@@ -224,6 +225,18 @@ class Step:
             if entry is not None and 0 not in self.part_shape(entry):
                 return f"it is None, and the plan reads {path!r} there"
         return ""
+
+    def no_samples(self) -> tuple[Tensor, ...]:
+        """What a rank that reads no sample takes for its part of a batch."""
+        batch = self.source.plan.batch
+        entries = [self._inputs[path] for path in self._paths]
+        return tuple(
+            torch.empty(
+                (0,) if entry is None else self.part_shape(entry),
+                dtype=torch_dtype(batch[path].dtype),
+            )
+            for path, entry in zip(self._paths, entries, strict=True)
+        )
 
     def part_shape(self, entry: ProgramInput) -> tuple[int, ...]:
         """Shape of this rank's part of an input: its samples, all else whole."""

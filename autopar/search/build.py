@@ -211,7 +211,7 @@ class _Builder:
             rule,
             types,
             node.outputs,
-            self.mesh,
+            self.mesh.even if self.roles.is_stored(node) else self.mesh,
             cuts=self.analysis.cuts.get(node.name, {}),
             allow=lambda axis, factor, outer, block: self.roles.allow(
                 node, axis, factor, outer, block
@@ -269,7 +269,7 @@ class _Builder:
         if dim is None:
             return (whole(self.mesh),)
         allowed = [role in ("", "dp") for role in self.mesh.roles]
-        found = plain_shardings(shape, self.mesh, dims=(dim,), axes=allowed)
+        found = plain_shardings(shape, self.mesh, dims=(dim,), axes=allowed, shares=True)
         return tuple(s for s in found if is_legal(shape, s, self.mesh))
 
     def _stored(self, node: Node, names: Sequence[str]) -> tuple[Sharding, ...]:
@@ -766,7 +766,7 @@ def _reads_terms(strategy: Strategy, port: int) -> bool:
 
 def _order(axis: AxisSharding) -> tuple[int, ...]:
     if isinstance(axis, Split):
-        return (1, axis.dim, axis.outer, axis.block)
+        return (1, axis.dim, axis.outer, axis.block, *axis.shares)
     return (0,) if axis == WHOLE else (2,)
 
 
@@ -776,8 +776,17 @@ def plain_shardings(
     *,
     dims: Iterable[int],
     axes: Sequence[bool] | None = None,
+    shares: bool = False,
 ) -> tuple[Sharding, ...]:
-    """Shardings that torch's plain ``Shard`` can express: contiguous, nested in mesh order."""
+    """Shardings that torch's plain ``Shard`` can express: contiguous, nested in mesh order.
+
+    Args:
+        shape: Of the value.
+        mesh: The mesh.
+        dims: Which dims may be split.
+        axes: Which axes may split them; None for all.
+        shares: Whether ranks take their shares of the mesh instead of equal parts.
+    """
     dims = tuple(dims)
     found: list[Sharding] = []
     options = [
@@ -791,19 +800,18 @@ def plain_shardings(
         sharding: list[AxisSharding] = []
         rows: dict[int, tuple[int, int]] = {}
         fits = True
-        for dim, ranks in zip(chosen, mesh.sizes, strict=True):
+        for axis, (dim, ranks) in enumerate(zip(chosen, mesh.sizes, strict=True)):
             if dim is None or ranks == 1:
                 sharding.append(WHOLE)
                 fits = fits and dim is None
                 continue
+            own = mesh.shares_of(axis) if shares else ()
+            parts = sum(own) or ranks
             outer, length = rows.get(dim, (1, shape[dim]))
-            fits = fits and length > 0 and (dim not in rows or length % ranks == 0)
-            block = -(-length // ranks)
-            sharding.append(Split(dim, outer, block))
-            if length % ranks:
-                rows[dim] = (outer * ranks, 0)
-            else:
-                rows[dim] = (outer * ranks, block)
+            fits = fits and length > 0 and (not (own or dim in rows) or length % parts == 0)
+            block = -(-length // parts)
+            sharding.append(Split(dim, outer, block, own))
+            rows[dim] = (outer * parts, 0 if length % parts else block)
         if fits:
             found.append(tuple(sharding))
     return tuple(dict.fromkeys(found))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from autopar.errors import HintError, UnsupportedError
 from autopar.hint import Degrees
@@ -85,13 +86,48 @@ def common_rows(meshes: Sequence[Mesh]) -> int:
 
     An axis without a role may split the batch too.
     """
-    if len(set(meshes)) == 1:
+    if len(set(meshes)) == 1 and not meshes[0].shares:
         return 1
-    splits = [
-        math.prod(n for n, role in zip(mesh.sizes, mesh.roles, strict=True) if role in ("dp", ""))
-        for mesh in meshes
-    ]
-    return math.lcm(*splits)
+    return math.lcm(*(batch_parts(mesh, free=True) for mesh in meshes))
+
+
+def batch_parts(mesh: Mesh, *, free: bool = False) -> int:
+    """Equal parts into which the batch is cut over a mesh, of which ranks take their shares.
+
+    Args:
+        mesh: The mesh.
+        free: Whether axes without a role cut it too.
+    """
+    roles = ("dp", "") if free else ("dp",)
+    return math.prod(
+        sum(mesh.shares_of(axis)) or size
+        for axis, (size, role) in enumerate(zip(mesh.sizes, mesh.roles, strict=True))
+        if role in roles
+    )
+
+
+def with_shares(mesh: Mesh, parts: Sequence[int]) -> Mesh:
+    """The mesh with parts of the batch for the ranks of its ``dp`` axis, in lowest terms."""
+    least = math.gcd(*parts)
+    own = tuple(n // least for n in parts)
+    if len(set(own)) == 1:
+        return mesh
+    shares = tuple(own if role == "dp" else () for role in mesh.roles)
+    return replace(mesh, shares=shares)
+
+
+def proportional(total: int, speeds: Sequence[float]) -> tuple[int, ...]:
+    """Samples for each of several ranks, so that the one that takes longest takes least.
+
+    Args:
+        total: Samples.
+        speeds: Of the ranks, in samples a second or any other unit.
+    """
+    rows = [0] * len(speeds)
+    for _ in range(total):
+        at = min(range(len(speeds)), key=lambda rank: ((rows[rank] + 1) / speeds[rank], rank))
+        rows[at] += 1
+    return tuple(rows)
 
 
 def _free_meshes(cluster: Cluster, num_stages: int, max_axes: int) -> Iterator[Mesh]:

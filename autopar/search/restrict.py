@@ -70,6 +70,10 @@ class RoleFilter:
             return self._within(sequence, node, factor, outer, block, ranks, size)
         return not batch
 
+    def is_stored(self, node: Node) -> bool:
+        """Whether a node only casts what is stored, so that it is split as that is."""
+        return node.name in self._free
+
     def required(self, node: Node, strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
         """The strategies, without those that leave a role axis unused where it could be used."""
         left = tuple(strategies)

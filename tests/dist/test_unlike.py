@@ -146,3 +146,50 @@ def clipped() -> float:
 
 def test_the_norm_counts_every_stage_once(pool: Any) -> None:
     assert len(set(pool(4).run(clipped))) == 1
+
+
+SHARED: dict[str, tuple[hint.Degrees, hint.Shares]] = {
+    "5-2-1-0": (hint.degrees(dp=4), hint.shares(5, 2, 1, 0)),
+    "0-1-3-4 zero3": (hint.degrees(dp=4, zero=3), hint.shares(0, 1, 3, 4)),
+    "1-3 x tp2": (hint.degrees(dp=2, tp=2), hint.shares(1, 3)),
+    "1-0-3 + 1": (hint.degrees(dp=(3, 1)), hint.shares(1, 0, 3)),
+}
+"""Replicas that take unequal parts of the batch."""
+
+SHARED_DEFAULT = {("gpt2", "5-2-1-0", 1), ("llama", "1-0-3 + 1", 2)}
+
+
+@pytest.mark.parametrize(
+    ("model", "shares", "microbatches"),
+    [
+        pytest.param(*case, marks=() if case in SHARED_DEFAULT else pytest.mark.large)
+        for case in itertools.product(("gpt2", "llama", "bert", "unet"), SHARED, (1, 2))
+    ],
+)
+def test_unequal_replicas_train_as_one_process_does(
+    pool: Any, model: str, shares: str, microbatches: int
+) -> None:
+    hints = (*SHARED[shares], hint.microbatches(microbatches))
+    samples = microbatches * sum(SHARED[shares][1].parts)
+    found = pool(4).run(parallel_run, model, 4, hints, samples)
+    assert_same_training(found, one_process(model, samples))
+
+
+def dealt_unequally() -> list[tuple[int, int]]:
+    parallel, batch = compiled(hints=SHARED["5-2-1-0"])
+    slices = [parallel.batch_slices(rank)["x"] for rank in range(4)]
+    part = {name: batch[name][own] for name, own in parallel.batch_slices().items()}
+    some = any(len(value) for value in part.values())
+    parallel(parallel.shard(part if some else None)).backward()
+    assert_gradients(gradients(parallel))
+    parallel.eval()
+    shorter = {name: value[:4] for name, value in batch.items()}
+    model, _, loss = mlp()
+    with torch.no_grad():
+        assert float(parallel(shorter)) == pytest.approx(float(loss(model, shorter)), rel=1e-5)
+    return [(s.start, s.stop) for s in slices]
+
+
+def test_a_rank_without_samples_needs_no_part_of_the_batch(pool: Any) -> None:
+    for slices in pool(4).run(dealt_unequally):
+        assert slices == [(0, 5), (5, 7), (7, 8), (8, 8)]

@@ -111,8 +111,10 @@ def build(name: str, samples: int | None = None) -> Built:
     """A model of the oracles, with that many samples, no two of them alike."""
     model, batch, loss = (MODELS | DRAWING | {"unet": unet})[name]()
     if samples is not None:
-        more = {key: value.roll(1, -1) for key, value in batch.items()}
-        batch = {key: torch.cat([value, more[key]])[:samples] for key, value in batch.items()}
+        batch = {
+            key: torch.cat([v.roll(n, -1) for n in range(-(-samples // len(v)))])[:samples]
+            for key, v in batch.items()
+        }
     return model, batch, loss
 
 

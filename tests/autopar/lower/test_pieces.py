@@ -43,8 +43,11 @@ def shardings(
         for dim, size in enumerate(shape):
             for outer in (n for n in range(1, size + 1) if size % n == 0):
                 row = size // outer
-                for block in range(-(-row // ranks), row + 1):
-                    after = (*found[:axis], Split(dim, outer, block), *found[axis + 1 :])
+                shares = (*range(1, ranks), 0) if ranks > 1 else ()
+                parts = sum(shares)
+                blocks = [(row // parts, shares)] if shares and row % parts == 0 else []
+                for block, own in [*((b, ()) for b in range(-(-row // ranks), row + 1)), *blocks]:
+                    after = (*found[:axis], Split(dim, outer, block, own), *found[axis + 1 :])
                     if is_legal(shape, after, mesh, empty=True):
                         choices.append(after[axis])
         new = draw(st.sampled_from(choices))

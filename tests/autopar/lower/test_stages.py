@@ -24,8 +24,8 @@ from autopar.search.intra import solve
 from autopar.search.restrict import Restrictions
 from autopar.search.stages import balanced_cuts, forward_order, split_lanes, split_stages
 from cost_models.cluster import Cluster
-from tests.oracles.models import MODELS, Built
-from tests.oracles.pipeline import assert_pipeline_exact
+from tests.oracles.models import MODELS, Built, unet
+from tests.oracles.pipeline import assert_exact, assert_pipeline_exact, variants_of
 
 ONE = Mesh(("a",), (1,))
 TENSOR = Mesh(("tp",), (2,), roles=("tp",))
@@ -194,3 +194,45 @@ def test_a_gradient_of_the_batch_alone_is_made_where_its_parameter_is() -> None:
     batch = {"x": torch.randn(4, 3)}
     built = Scaled(), batch, lambda model, b: model(b["x"]).mean()
     pipeline(built, ONE.with_time(2), 2)
+
+
+SHARES = {
+    "5-2-1-0": ((5, 2, 1, 0),),
+    "0-3-1-4": ((0, 3, 1, 4),),
+    "1-3 x tp": ((1, 3), ()),
+}
+
+
+SHARES_DEFAULT = {("mlp", "5-2-1-0", 1), ("unet", "1-3 x tp", 2)}
+
+
+@pytest.mark.parametrize(
+    ("name", "shares", "microbatches"),
+    [
+        pytest.param(*case, marks=() if case in SHARES_DEFAULT else pytest.mark.large)
+        for case in itertools.product(("mlp", "llama", "gpt2", "bert", "unet"), SHARES, (1, 2))
+    ],
+)
+def test_replicas_that_take_unequal_parts_of_the_batch_are_exact(
+    name: str, shares: str, microbatches: int
+) -> None:
+    model, batch, loss = (MODELS | {"unet": unet})[name]()
+    more = {k: torch.cat([v, *(v.roll(n, -1) for n in range(1, 8))])[:16] for k, v in batch.items()}
+    own = SHARES[shares]
+    names = ("dp", "tp")[: len(own)]
+    sizes = tuple(len(one) or 2 for one in own)
+    mesh = Mesh(names, sizes, roles=names, shares=own).with_time(microbatches, sum(own[0]))
+    captured = capture_step(model, more, loss, grad=True)
+    analysis = analyse(captured.graph)
+    whole = whole_plan(analysis, mesh)
+    seconds = axis_seconds(Cluster.local(mesh.num_ranks), mesh)
+    variants = variants_of(analysis, whole, seconds)
+    assert_exact(
+        model, more, loss, analysis, variants if microbatches > 1 else variants[0], captured
+    )
+    rows = [
+        next(i.local_type.shape[0] for i in program.inputs if i.kind == "input")
+        for program in variants[0]
+    ]
+    per_share = 16 // sum(own[0])
+    assert rows == [n * per_share for n in own[0] for _ in range(sizes[-1] if len(own) > 1 else 1)]

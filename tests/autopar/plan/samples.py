@@ -29,7 +29,13 @@ types = st.builds(
 axis_shardings: st.SearchStrategy[AxisSharding] = st.one_of(
     st.just(WHOLE),
     st.sampled_from([Partial("sum"), Partial("max"), Partial("min")]),
-    st.builds(Split, st.integers(0, 4), st.integers(1, 99), st.integers(1, 1 << 40)),
+    st.builds(
+        Split,
+        st.integers(0, 4),
+        st.integers(1, 99),
+        st.integers(1, 1 << 40),
+        st.lists(st.integers(0, 9), max_size=3).map(tuple),
+    ),
 )
 
 

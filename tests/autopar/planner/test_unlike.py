@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from autopar import hint
 from autopar.capture import capture_step
 from autopar.errors import HintError, InfeasibleError
 from autopar.inputs import parse_hints
 from autopar.ir.graph import Phase
-from autopar.ir.sharding import Mesh
+from autopar.ir.sharding import Mesh, Split
 from autopar.plan.records import Plan
 from autopar.planner.driver import Request, make_plan, shared_s
 from autopar.search.analysis import Analysis, analyse
-from autopar.search.outer import common_rows, stage_meshes
+from autopar.search.outer import common_rows, proportional, stage_meshes
 from cost_models.cluster import Cluster, Devices
 from tests.oracles.models import gpt2
 
@@ -97,6 +100,7 @@ def test_degrees_that_cannot_be_are_refused(make: object, what: str) -> None:
 
 
 def test_degrees_of_stages_are_read_from_text() -> None:
+    assert parse_hints(["shares=5/2/1/0"]) == (hint.shares(5, 2, 1, 0),)
     assert parse_hints(["dp=4/2/1", "tp=1/1/2"]) == (hint.degrees(dp=(4, 2, 1), tp=(1, 1, 2)),)
 
 
@@ -131,3 +135,62 @@ def test_work_is_shared_as_stages_are_fast() -> None:
     assert shared_s([6.0, 6.0, 6.0]) == 2.0
     assert math.isclose(shared_s([4.0, 12.0]), 3.0)
     assert shared_s([0.0, 1.0]) == 0.0
+
+
+def test_replicas_take_samples_in_proportion_to_their_speed() -> None:
+    """The figures of HetSeq: a batch of 64 over speeds 4 : 2 : 1 : 1."""
+    assert proportional(64, [4, 2, 1, 1]) == (32, 16, 8, 8)
+    plan = planned(mixed(1, 2, 4, 4), hint.degrees(dp=4), hint.microbatches(1))
+    assert plan.mesh.shares == ((4, 2, 1, 1),)
+    assert plan.stage.inputs["input_ids"] == (Split(0, 1, 2, (4, 2, 1, 1)),)
+    twice = planned(mixed(1, 2, 4, 4), hint.degrees(dp=4), hint.microbatches(2))
+    assert twice.mesh.shares == ((4, 2, 1, 1), ()) and twice.mesh.rows == 8
+    assert planned(mixed(1, 1), hint.degrees(dp=2)).mesh.shares == ()
+
+
+@given(st.integers(0, 12), st.lists(st.sampled_from([0.5, 1.0, 2.0, 3.0]), min_size=1, max_size=4))
+def test_no_other_parts_end_sooner(total: int, speeds: list[float]) -> None:
+    found = proportional(total, speeds)
+    assert sum(found) == total
+    ends = [
+        max(n / speed for n, speed in zip(parts, speeds, strict=True))
+        for parts in itertools.product(range(total + 1), repeat=len(speeds))
+        if sum(parts) == total
+    ]
+    assert max(n / speed for n, speed in zip(found, speeds, strict=True)) == min(ends)
+
+
+def test_parts_in_proportion_to_speed_are_predicted_faster() -> None:
+    cluster = mixed(1, 3)
+    fast, even = (
+        planned(cluster, hint.degrees(dp=2), hint.shares(*parts)).prediction.step_s
+        for parts in ((3, 1), (1, 1))
+    )
+    assert fast < even
+
+
+def test_memory_is_that_of_the_rank_that_is_fullest_of_its_own() -> None:
+    """The second rank takes a quarter of the batch, and has little memory."""
+    hints = (hint.degrees(dp=2), hint.shares(3, 1), hint.microbatches(1))
+    free = planned(mixed(1, 1), *hints)
+    most = free.prediction.memory.total_bytes
+    cluster = mixed(1, 1, memory_bytes=(10 * most, most))
+    plan = planned(cluster, *hints)
+    assert plan.memory_limit_bytes == int(most * cluster.usable_memory_fraction)
+    assert plan.prediction.memory.total_bytes < most
+
+
+@pytest.mark.parametrize(
+    ("hints", "what"),
+    [
+        ((hint.shares(5, 2, 1, 0),), "has 4 parts, and dp is not fixed"),
+        ((hint.degrees(dp=2), hint.shares(1, 2, 3)), "has 3 parts, and dp=2"),
+        ((hint.degrees(dp=2), hint.shares(2, 1)), "cannot share the batch out as 2 + 1 in 1"),
+    ],
+)
+def test_parts_that_cannot_be_are_refused(hints: tuple[hint.Hint, ...], what: str) -> None:
+    with pytest.raises(HintError) as caught:
+        planned(Cluster.local(2), *hints)
+    assert what in str(caught.value)
+    with pytest.raises(HintError, match="give a count of parts"):
+        hint.shares(0, 0)
