@@ -236,9 +236,21 @@ class _Splitter:
                     nodes=tuple(n for n in whole.nodes if n.name in members[stage]),
                     parameters=tuple(p for p in whole.parameters if owners[p.name] == stage),
                     recomputed=tuple(n for n in whole.recomputed if n in members[stage]),
+                    offloaded=self._read_late(whole, members[stage]),
                 )
             )
         return Pipeline(tuple(stages), transfers)
+
+    def _read_late(self, whole: StagePlan, own: set[str]) -> tuple[str, ...]:
+        """Of what a plan offloads, what the backward of a stage reads."""
+        late = set(whole.recomputed)
+        read = {
+            str(self.analysis.root(ref).root)
+            for node in self.graph.nodes
+            if node.name in own and (node.phase is Phase.BACKWARD or node.name in late)
+            for ref in node.operands
+        }
+        return tuple(value for value in whole.offloaded if value in read)
 
     def _place_parameter_nodes(self) -> None:
         """Forward nodes on parameters alone run where their first reader runs."""

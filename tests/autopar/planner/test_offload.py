@@ -153,6 +153,25 @@ def test_no_number_of_swapped_tensors_is_faster_within_its_memory(
                 before = memory
 
 
+def test_every_stage_of_a_pipeline_offloads_what_its_own_backward_reads(
+    captured: tuple[Analysis, Any],
+) -> None:
+    analysis, _ = captured
+
+    def piped(*hints: Hint) -> Plan:
+        own = (hint.degrees(pp=2, dp=1, tp=1), hint.microbatches(4), *hints)
+        cluster = hosted(2, 1e9)
+        return make_plan(analysis, Request(model="m", fingerprint="f", cluster=cluster, hints=own))
+
+    free = piped()
+    limit = int(0.8 * free.prediction.memory.total_bytes)
+    plan = piped(hint.memory_limit(limit))
+    assert plan.prediction.memory.total_bytes <= limit
+    first, second = (set(stage.offloaded) for stage in plan.stages)
+    assert first and second
+    assert first & second <= {transfer.value for transfer in plan.transfers}
+
+
 def test_a_hint_says_what_leaves(captured: tuple[Analysis, Any]) -> None:
     analysis, _ = captured
     plan = planned(analysis, hosted(1, 1e9), hint.offload("*.h.1.mlp"))
