@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from autopar.cost.node import NodeCost, axis_seconds, update_bytes_per_s
 from autopar.errors import HintError, InfeasibleError, SearchTimeoutError, UnsupportedError
-from autopar.hint import Hint
+from autopar.hint import Hint, Schedule
 from autopar.ir.graph import CONSTANT, INPUT, KEY, Graph
 from autopar.ir.sharding import WHOLE, Mesh, Sharding, Split
 from autopar.lower.overlap import overlap
@@ -1109,7 +1109,7 @@ def _plan(
         transfers=best.pipeline.transfers,
         microbatches=best.mesh.microbatches,
         schedule=best.schedule,
-        notes=tuple(_notes(analysis, best)),
+        notes=(*_notes(analysis, best), *_without_effect(request.hints, best)),
         memory_limit_bytes=best.limit_bytes,
         prediction=_prediction(best, savings(analysis, best.costs, best.pipeline.stages)),
         search=SearchReport(
@@ -1166,6 +1166,17 @@ def _prediction(best: Candidate, saved: tuple[Saving, ...]) -> Prediction:
 
 def _modules(graph: Graph) -> Mapping[str, str]:
     return {node.name: node.source.module for node in graph.nodes if node.source.module}
+
+
+def _without_effect(hints: Sequence[Hint], best: Candidate) -> list[str]:
+    """Hints about pipelines that the plan has no use for, and what to do."""
+    if best.num_stages > 1:
+        return []
+    return [
+        f"{given} has no effect: the plan has one stage; ask for more with hint.degrees(pp=...)"
+        for given in hints
+        if isinstance(given, Schedule)
+    ]
 
 
 def _notes(analysis: Analysis, best: Candidate) -> list[str]:

@@ -35,3 +35,16 @@ def test_a_pipeline_is_taken_only_where_it_is_predicted_faster() -> None:
     assert chosen.prediction.step_s <= alone.prediction.step_s
     if len(chosen.stages) > 1:
         assert chosen.prediction.step_s < alone.prediction.step_s
+
+
+def test_a_schedule_that_no_pipeline_runs_is_said_to_have_no_effect() -> None:
+    asked = hint.schedule("gpipe")
+    plan = make_plan(analysed(), request(Cluster.preset("h100", nodes=1), asked))
+    assert len(plan.stages) == 1
+    (note,) = [note for note in plan.notes if "has no effect" in note]
+    assert str(asked) in note and "hint.degrees(pp=...)" in note
+    piped = make_plan(
+        analysed(), request(Cluster.preset("h100", nodes=2), asked, hint.degrees(pp=2))
+    )
+    assert piped.schedule == "gpipe"
+    assert not [note for note in piped.notes if "has no effect" in note]
