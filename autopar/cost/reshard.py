@@ -121,7 +121,7 @@ def repeats(mesh: Mesh, *shardings: Sharding) -> int:
 def steps_towards(kind: TensorType, now: Sharding, target: Sharding, mesh: Mesh) -> Iterable[Step]:
     """Steps that bring one axis to its target or to whole."""
     for axis, (old, wanted) in enumerate(zip(now, target, strict=True)):
-        for new in {wanted, WHOLE} if old != wanted else ():
+        for new in dict.fromkeys((wanted, WHOLE)) if old != wanted else ():
             after = replaced(now, axis, new)
             what = step_kind(kind.shape, now, after, axis)
             if what is not None and is_legal(kind.shape, after, mesh, empty=True):

@@ -64,6 +64,8 @@ class Builder:
         mesh: The mesh; ``coordinates`` of the rank on it.
         types: Local type of every value so far.
         origin: Captured node that is being lowered; ``phase`` and ``purpose`` go with it.
+        lasting: Whether what is made outlives the whole that it may be a piece of, which must not be
+            held by it: pieces are then copied.
         chunk: Chunk of the model that is being lowered; ``suffix`` ends the names of its values.
     """
 
@@ -80,6 +82,7 @@ class Builder:
         self.section = Section.FORWARD
         self.sections: dict[Ref, Section] = {}
         self.purpose = "activations"
+        self.lasting = False
         self.flops = 0
         self._instructions: list[Instruction] = []
         self._results: dict[int, Ref] = {}
@@ -226,8 +229,7 @@ class Builder:
         shape = (*kind.shape[:dim], length, *kind.shape[dim + 1 :])
         out = TensorType(shape, kind.dtype)
         cut = self.call("aten.slice.Tensor", (value, dim, start, start + length), out)
-        # A piece of a gradient outlives the whole, which must not be held by it.
-        plain = math.prod(kind.shape[:dim]) == 1 and self.purpose != "gradients"
+        plain = math.prod(kind.shape[:dim]) == 1 and not self.lasting
         return cut if plain else self.copy(cut)
 
     def concatenate(self, values: Sequence[Ref], dim: int) -> Ref:

@@ -154,9 +154,10 @@ class _Lowering:
         self._receive()
         self.late = self._waited_for_by_none()
         early = [node for node in self.graph.nodes if node.name not in self.late]
+        forward_ends = self._forward_ends(early)
         for node in early:
             if node.phase is not self.build.phase:
-                self._keep()
+                self._keep(tuple(self.there))
                 self._send(Section.PROLOGUE, Section.FORWARD)
                 self.build.phase = node.phase
             if node.op in SOURCE_OPS:
@@ -164,8 +165,9 @@ class _Lowering:
                     self._source(node)
             elif node.name in self.plans:
                 self._node_or_later(node)
+                self._keep(forward_ends.get(node.name, ()))
         if self.build.phase is Phase.FORWARD:
-            self._keep()
+            self._keep(tuple(self.there))
             self._send(Section.PROLOGUE, Section.FORWARD)
         self._send(Section.BACKWARD)
         phase = Phase.BACKWARD if self.late else self.build.phase
@@ -354,23 +356,44 @@ class _Lowering:
         against = transfer.source > transfer.target
         return Section.BACKWARD if made is Section.FORWARD and against else made
 
-    def _keep(self) -> None:
-        """At the end of the forward: bring values that cross into the sharding they are kept in.
+    def _forward_ends(self, nodes: Sequence[Node]) -> Mapping[str, Sequence[Ref]]:
+        """For forward nodes, the values that no later one makes or reads."""
+        last: dict[Ref, str] = {}
+        for node in nodes:
+            if node.phase is Phase.FORWARD and node.op not in SOURCE_OPS:
+                made = (Ref(node.name, index) for index in range(len(node.outputs)))
+                read = (self._root(ref).root for ref in node.operands)
+                last.update((ref, node.name) for ref in (*made, *read))
+        found: dict[str, list[Ref]] = {}
+        for ref, name in last.items():
+            found.setdefault(name, []).append(ref)
+        return found
+
+    def _keep(self, roots: Sequence[Ref]) -> None:
+        """Bring values that cross, and that the forward is through with, into what is kept.
 
         What is offloaded goes to the host in it.
         """
-        for root, places in tuple(self.there.items()):
-            if self._is_recomputed(root):
+        for root in roots:
+            places = self.there.get(root)
+            if places is None or self._is_recomputed(root):
                 continue
-            away = self._is_offloaded(root)
             for sharding in self.stage.kept.get(str(root), ()):
-                if (Section.PROLOGUE, sharding) not in places:
+                if self._is_offloaded(root):
+                    self._send_to_host(root, sharding)
+                elif not {(s, sharding) for s in (Section.PROLOGUE, Section.FORWARD)} & places.keys():
                     self._enter(root.node, Section.FORWARD)
-                    _, ref = self._reshard(root, sharding, Section.FORWARD)
-                    if away:
-                        self._enter(root.node, Section.FORWARD)
-                        self.build.purpose = "activations"
-                        self.on_host.setdefault(root, {})[sharding] = self.build.to_host(ref)
+                    self._reshard(root, sharding, Section.FORWARD, lasting=True)
+
+    def _send_to_host(self, root: Ref, sharding: Sharding) -> None:
+        there = self.on_host.setdefault(root, {})
+        if sharding in there or (Section.PROLOGUE, sharding) in self.there[root]:
+            return
+        self._enter(root.node, Section.FORWARD)
+        _, ref = self._reshard(root, sharding, Section.FORWARD)
+        self._enter(root.node, Section.FORWARD)
+        self.build.purpose = "activations"
+        there[sharding] = self.build.to_host(ref)
 
     def _fetch(self, root: Ref, section: Section) -> None:
         """Bring what is kept of a value back from the host, once."""
@@ -608,8 +631,17 @@ class _Lowering:
         )
         return self._plain(op, self.rules[name])[0]
 
-    def _reshard(self, root: Ref, sharding: Sharding, section: Section) -> tuple[Section, Ref]:
-        """Section and piece of a value under a sharding, as seen from a section."""
+    def _reshard(
+        self, root: Ref, sharding: Sharding, section: Section, *, lasting: bool = False
+    ) -> tuple[Section, Ref]:
+        """Section and piece of a value under a sharding, as seen from a section.
+
+        Args:
+            root: The value.
+            sharding: What is asked for.
+            section: Where.
+            lasting: Whether the piece is kept for longer than what it is made of.
+        """
         if section in BACKWARDS and self._is_recomputed(root):
             self._recompute(root, section)
         elif section in BACKWARDS and self._is_offloaded(root):
@@ -631,6 +663,7 @@ class _Lowering:
             path = cheapest_path(kind, tuple(visible), sharding, self.stage.mesh, self.collective_s)
         assert path is not None, f"{root} cannot go from {tuple(visible)} to {sharding}"
         self.build.purpose = self.purposes.get(root, "activations")
+        self.build.lasting = lasting or self.build.purpose == "gradients"
         for step in path:
             made, value = visible[step.before]
             when = self._when(step, made, section, again)
@@ -638,6 +671,7 @@ class _Lowering:
             value = emit_step(self.build, value, kind, step)
             visible[step.after] = (when, value)
             self.there[root][when, step.after] = value
+        self.build.lasting = False
         return visible[sharding]
 
     def _when(self, step: Step, made: Section, section: Section, again: bool) -> Section:
