@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.cost.node import NodeCost, local_bytes
@@ -174,6 +174,7 @@ class _Builder:
         self.roles = RoleFilter(analysis, mesh)
         self.gradients = dict(analysis.graph.gradients)
         self.partial_outputs: set[tuple[int, int]] = set()
+        self.arcs_of: dict[Hashable, tuple[tuple[Sharding, ...], tuple[Arc, ...]]] = {}
         classes: list[_Class] = []
         for number, names in enumerate(analysis.folding.classes):
             made = self._class(names)
@@ -373,7 +374,12 @@ class _Builder:
         if not (forward or backward or fixed or again):
             return None
         joined = root not in self.carried
-        arcs = self._arcs(layouts, len(group), self._time_arcs(root), joined)
+        needs = (need.layouts for need in (*forward, *backward, *again))
+        needed = frozenset((*itertools.chain(*needs), *fixed))
+        arcs = tuple(
+            Arc(a.tail, a.head, a.seconds * len(group), a.held_bytes * len(group))
+            for a in self._arcs(layouts, needed, self._time_arcs(root), joined)
+        )
         held = 1 if node.op in SOURCE_OPS else min(self.num_stages, self.mesh.microbatches)
         size = [local_bytes(layouts.kind, s) * len(group) * held for s in layouts.index]
         return (
@@ -438,19 +444,65 @@ class _Builder:
         """
         return ALL_REDUCE if self.roles.made_in_loop(root) else SLICE
 
-    def _arcs(self, layouts: _Layouts, count: int, in_time: str, joined: bool) -> tuple[Arc, ...]:
-        """Useful changes of layout, adding the layouts between; terms are summed if `joined`."""
-        kind = layouts.kind
-        known = list(layouts.index)
-        options: list[set[AxisSharding]] = [
-            {s[axis] for s in known} | {WHOLE} for axis in range(len(self.mesh.sizes))
+    def _arcs(
+        self,
+        layouts: _Layouts,
+        needed: frozenset[int],
+        in_time: str,
+        joined: bool,
+    ) -> tuple[Arc, ...]:
+        """Changes of layout of one member that lead to what is needed.
+
+        Adds the layouts between those that are there. Terms are summed if ``joined``.
+        """
+        key = (layouts.kind, tuple(layouts.index), needed, in_time, joined)
+        found = self.arcs_of.get(key)
+        if found is None:
+            everything = _Layouts(layouts.kind, dict(layouts.index))
+            self._add_between(everything)
+            arcs = self._all_arcs(everything, in_time, joined)
+            found = self.arcs_of[key] = _leading(everything, arcs, needed, len(layouts.index))
+        for sharding in found[0]:
+            layouts.number(sharding)
+        return found[1]
+
+    def _add_between(self, layouts: _Layouts) -> None:
+        """Add the layouts that mix what those that are there do on every axis.
+
+        An axis may also do nothing where it does several things, since it may not get from one to
+        the other at once. There is no way from one split on the time axis to another, only from
+        what is not split there to any: layouts of different splits do not mix.
+        """
+        time = self.mesh.time_axis
+        loose: list[Sharding] = []
+        groups: dict[AxisSharding, list[Sharding]] = {}
+        for sharding in layouts.index:
+            if time is not None and isinstance(sharding[time], Split):
+                groups.setdefault(sharding[time], []).append(sharding)
+            else:
+                loose.append(sharding)
+        # Whatever a layout that is not split may become, it may become before it is.
+        before = {(*s[:time], WHOLE) for known in groups.values() for s in known} if loose else ()
+        for known in ((*loose, *before), *((*own, *loose) for own in groups.values())):
+            options = [{s[axis] for s in known} for axis in range(len(self.mesh.sizes))]
+            for axis, own in enumerate(options):
+                if len(own) > 1 and axis != time:
+                    own.add(WHOLE)
+            for mixed in itertools.product(*(sorted(own, key=_order) for own in options)):
+                if is_legal(layouts.kind.shape, mixed, self.mesh, empty=True):
+                    layouts.number(mixed)
+
+    def _all_arcs(self, layouts: _Layouts, in_time: str, joined: bool) -> list[Arc]:
+        """Everything that one member may do from layout to layout."""
+        kind, arcs = layouts.kind, []
+        options = [
+            sorted({s[axis] for s in layouts.index}, key=_order)
+            for axis in range(len(self.mesh.sizes))
         ]
-        for mixed in itertools.product(*(sorted(o, key=_order) for o in options)):
-            if is_legal(kind.shape, mixed, self.mesh, empty=True):
-                layouts.number(mixed)
-        arcs = []
         for before, tail in layouts.index.items():
             for axis, choices in enumerate(options):
+                if not joined and isinstance(before[axis], Partial):
+                    continue
                 for new in choices:
                     after = replaced(before, axis, new)
                     head = layouts.index.get(after)
@@ -459,16 +511,14 @@ class _Builder:
                         continue
                     if axis == self.mesh.time_axis and what != in_time:
                         continue
-                    if not joined and isinstance(before[axis], Partial):
-                        continue
                     step = Step(what, axis, before, after)
                     seconds = step_s(kind, step, self.mesh, self.cost.collective_s)
                     if seconds == float("inf"):
                         continue
                     added_up = axis == self.mesh.time_axis and what == ALL_REDUCE
-                    held = local_bytes(kind, after) * count if added_up else 0
-                    arcs.append(Arc(tail, head, seconds * count, float(held)))
-        return tuple(arcs)
+                    held = float(local_bytes(kind, after)) if added_up else 0.0
+                    arcs.append(Arc(tail, head, seconds, held))
+        return arcs
 
     # -- recompute ------------------------------------------------------------------------------
 
@@ -757,6 +807,32 @@ def _joined(own: Sequence[Choices], entry: Entry) -> Choices:
         gradient_bytes=total("gradient_bytes"),
         divisible=first.divisible,
         state_bytes=total("state_bytes"),
+    )
+
+
+def _leading(
+    layouts: _Layouts, arcs: Sequence[Arc], needed: frozenset[int], known: int
+) -> tuple[tuple[Sharding, ...], tuple[Arc, ...]]:
+    """The layouts that were known or lead to one that is needed, and the arcs between them."""
+    into: dict[int, list[int]] = {}
+    for arc in arcs:
+        into.setdefault(arc.head, []).append(arc.tail)
+    leading, waiting = set(needed), list(needed)
+    while waiting:
+        for tail in into.get(waiting.pop(), ()):
+            if tail not in leading:
+                leading.add(tail)
+                waiting.append(tail)
+    kept = [
+        (sharding, number)
+        for sharding, number in layouts.index.items()
+        if number < known or number in leading
+    ]
+    now = {number: place for place, (_, number) in enumerate(kept)}
+    left = (arc for arc in arcs if arc.head in leading)
+    return (
+        tuple(sharding for sharding, _ in kept),
+        tuple(replace(arc, tail=now[arc.tail], head=now[arc.head]) for arc in left),
     )
 
 
