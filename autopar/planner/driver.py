@@ -53,6 +53,7 @@ from autopar.search.build import (
     with_reruns,
 )
 from autopar.search.collection import no_collection
+from autopar.search.copies import REACH
 from autopar.search.intra import Least, away_bytes, fits, least_bytes, moment_of, solve
 from autopar.search.outer import (
     batch_parts,
@@ -767,12 +768,7 @@ def evaluate(
     device lets it hold.
     """
     stage = decode(built, analysis, solution)
-    short = shorten(analysis, (stage,))
-    try:
-        found = _every_rank(analysis, request, cost, short)
-    except NotPeriodicError:
-        short = Short(analysis.graph, (stage,))
-        found = _every_rank(analysis, request, cost, short)
+    found = _every_rank(analysis, request, cost, stage)
     slow, update_s = max(((s, u) for s, _, u, _ in found), key=lambda own: own[0].seconds + own[1])
     limits = [limit_of(device) for *_, device in found]
     memory = _fullest([memory for _, memory, _, _ in found], limits)
@@ -819,9 +815,25 @@ def _most_on_a_node(cluster: Cluster, stages: Sequence[tuple[int, int]]) -> floa
 
 
 def _every_rank(
+    analysis: Analysis, request: Request, cost: NodeCost, stage: StagePlan
+) -> list[tuple[Simulation, Memory, float, Device]]:
+    """What a step takes on every distinct rank: simulation, memory, update; and its device.
+
+    With few copies of repeated blocks; with more where those at the edges of a stretch differ, in
+    the end with all.
+    """
+    for beside in (REACH, REACH + 1):
+        try:
+            return _ranks_of(analysis, request, cost, shorten(analysis, (stage,), beside=beside))
+        except NotPeriodicError:
+            pass
+    return _ranks_of(analysis, request, cost, Short(analysis.graph, (stage,)))
+
+
+def _ranks_of(
     analysis: Analysis, request: Request, cost: NodeCost, short: Short
 ) -> list[tuple[Simulation, Memory, float, Device]]:
-    """What a step takes on every distinct rank: simulation, memory, update; and its device."""
+    """What a step, shortened, takes on every distinct rank."""
     found = []
     (stage,) = short.stages
     away = states_on_host(stage)

@@ -42,6 +42,7 @@ def shorten(
     transfers: Sequence[Transfer] = (),
     *,
     worth: int = WORTH,
+    beside: int = REACH,
 ) -> Short:
     """The step and a plan without the copies in the middle of blocks that the plan treats alike.
 
@@ -51,6 +52,7 @@ def shorten(
         transfers: What crosses stages; copies that make it stay.
         worth: Fewest copies to leave out of a stretch; at least `REACH`, or edges could reach
             across the gap.
+        beside: Copies that stay on either side of a gap; at least `REACH`.
     """
     copies = analysis.copies
     pinned = set(copies.pinned)
@@ -58,10 +60,10 @@ def shorten(
         place = copies.of.get(_name(transfer.value))
         if place is not None:
             pinned.add((place.run, place.index))
-    spans = list(_spans(copies, _treated(copies, stages), pinned, worth))
+    spans = list(_spans(copies, _treated(copies, stages), pinned, worth, beside))
     if not spans:
         return Short(analysis.graph, stages)
-    return _Shortener(analysis, stages, spans).run()
+    return _Shortener(analysis, stages, spans, beside).run()
 
 
 def _name(value: str) -> str:
@@ -104,6 +106,7 @@ def _spans(
     treated: Mapping[tuple[int, int], Hashable],
     pinned: set[tuple[int, int]],
     worth: int,
+    beside: int,
 ) -> Iterator[tuple[int, range]]:
     """(run, copies to leave out) of every stretch of copies that are treated alike."""
     runs: dict[int, list[int]] = defaultdict(list)
@@ -116,7 +119,7 @@ def _spans(
             same = treated.get((run, index)) == treated.get((run, start))
             if same and index <= last:
                 continue
-            inner = [i for i in range(start + REACH, index - REACH) if (run, i) not in pinned]
+            inner = [i for i in range(start + beside, index - beside) if (run, i) not in pinned]
             longest = _longest(inner)
             if len(longest) >= worth:
                 yield run, longest
@@ -143,7 +146,9 @@ class _Shortener:
         analysis: Analysis,
         stages: Sequence[StagePlan],
         spans: Sequence[tuple[int, range]],
+        beside: int,
     ) -> None:
+        self.beside = beside
         self.graph = analysis.graph
         self.copies = analysis.copies
         self.stages = stages
@@ -200,9 +205,9 @@ class _Shortener:
         return Ref(self.copies.at[read.run, read.family, index], ref.index)
 
     def _repeats(self, nodes: Sequence[Node]) -> Repeats:
-        beside = {}
+        beside, most = {}, self.beside
         for block, (run, span) in enumerate(self.spans):
-            near = (*range(span[0] - REACH, span[0]), *range(span[-1] + 1, span[-1] + 1 + REACH))
+            near = (*range(span[0] - most, span[0]), *range(span[-1] + 1, span[-1] + 1 + most))
             beside.update({(run, index): (block, n) for n, index in enumerate(near)})
         places: dict[str, Place] = {}
         targets: dict[str, Place] = {}
@@ -217,5 +222,5 @@ class _Shortener:
         return Repeats(
             places=targets | places,
             more=tuple(len(span) for _, span in self.spans),
-            typical=REACH - 1,
+            typical=most - 1,
         )
