@@ -64,8 +64,8 @@ class Builder:
         mesh: The mesh; ``coordinates`` of the rank on it.
         types: Local type of every value so far.
         origin: Captured node that is being lowered; ``phase`` and ``purpose`` go with it.
-        lasting: Whether what is made outlives the whole that it may be a piece of, which must not be
-            held by it: pieces are then copied.
+        lasting: Whether what is made outlives the whole that it may be a piece of: a piece is then
+            copied, so that it does not hold the whole.
         chunk: Chunk of the model that is being lowered; ``suffix`` ends the names of its values.
     """
 

@@ -37,9 +37,6 @@ _Part = tuple[Section, int]
 """Section and chunk."""
 
 
-_ORDER = {section: place for place, section in enumerate(Section)}
-
-
 class _Mover:
     """Working state of `spread_copies`.
 
@@ -63,13 +60,12 @@ class _Mover:
             for ref in instruction.operands:
                 self.read.setdefault(ref.node, at)
         self.span: dict[_Part, tuple[int, int]] = {}
-        latest: dict[int, int] = {}
         for at, instruction in enumerate(self.rest):
-            section, chunk = part = (instruction.section, instruction.chunk)
-            # What nobody reads is waited for at the very end, in sections that are over by then.
-            if _ORDER[section] >= latest.get(chunk, 0):
-                latest[chunk] = _ORDER[section]
-                self.span[part] = (self.span.get(part, (at, at))[0], at + 1)
+            part = (instruction.section, instruction.chunk)
+            first, last = self.span.get(part, (at, at))
+            # What nobody reads is waited for at the very end, when its section has long been over.
+            late = instruction.op == WAIT or instruction.view
+            self.span[part] = (first, last if late else at + 1)
 
     def run(self) -> list[Instruction]:
         parts: dict[tuple[str, _Part], list[Instruction]] = defaultdict(list)

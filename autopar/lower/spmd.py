@@ -381,7 +381,7 @@ class _Lowering:
             for sharding in self.stage.kept.get(str(root), ()):
                 if self._is_offloaded(root):
                     self._send_to_host(root, sharding)
-                elif not {(s, sharding) for s in (Section.PROLOGUE, Section.FORWARD)} & places.keys():
+                elif not any((s, sharding) in places for s in (Section.PROLOGUE, Section.FORWARD)):
                     self._enter(root.node, Section.FORWARD)
                     self._reshard(root, sharding, Section.FORWARD, lasting=True)
 

@@ -374,11 +374,12 @@ class _Builder:
         if not (forward or backward or fixed or again):
             return None
         joined = root not in self.carried
-        needs = (need.layouts for need in (*forward, *backward, *again))
-        needed = frozenset((*itertools.chain(*needs), *fixed))
+        wanted = frozenset(fixed)
+        wanted |= {layout for need in (*forward, *backward) for layout in need.layouts}
+        wanted |= {layout for need in again for layout in need.layouts}
         arcs = tuple(
             Arc(a.tail, a.head, a.seconds * len(group), a.held_bytes * len(group))
-            for a in self._arcs(layouts, needed, self._time_arcs(root), joined)
+            for a in self._arcs(layouts, wanted, self._time_arcs(root), joined)
         )
         held = 1 if node.op in SOURCE_OPS else min(self.num_stages, self.mesh.microbatches)
         size = [local_bytes(layouts.kind, s) * len(group) * held for s in layouts.index]
