@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -58,14 +57,16 @@ def own_part(
         shardings: Of its operands and outputs: the axes that split any divide the loop.
         coordinates: Of the rank.
     """
-    shares = {
-        axis: s.shares
-        for sharding in shardings
-        for axis, s in enumerate(sharding)
-        if isinstance(s, Split)
-    }
-    own = math.prod(held[coordinates[axis]] for axis, held in shares.items() if held)
-    return whole * own // math.prod(sum(held) or mesh.sizes[axis] for axis, held in shares.items())
+    shares: dict[int, tuple[int, ...]] = {}
+    for sharding in shardings:
+        for axis, split in enumerate(sharding):
+            if type(split) is Split:
+                shares[axis] = split.shares
+    own = of = 1
+    for axis, held in shares.items():
+        own *= held[coordinates[axis]] if held else 1
+        of *= sum(held) if held else mesh.sizes[axis]
+    return whole * own // of
 
 
 def update_bytes_per_s(device: Device) -> float:
@@ -81,8 +82,10 @@ class NodeCost:
     mesh: Mesh
     collective_s: CollectiveSeconds
     kernel_s: KernelSeconds = field(init=False)
+    fullest: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "fullest", self.mesh.fullest)
         object.__setattr__(self, "kernel_s", kernel_seconds(self.device))
 
     def seconds(
@@ -102,7 +105,7 @@ class NodeCost:
             return 0.0
         reads = tuple(map(local_type, operand_types, operands))
         writes = tuple(map(local_type, node.outputs, outputs))
-        own = own_part(rule.flops, self.mesh, (*operands, *outputs), self.mesh.fullest)
+        own = own_part(rule.flops, self.mesh, (*operands, *outputs), self.fullest)
         causal = is_causal(node.op, node.args)
         kernel_s = self.kernel_s(node.op, reads, writes, causal, own)
         times = repeats(self.mesh, *operands, *outputs)
@@ -122,7 +125,7 @@ class NodeCost:
                 found = rule.factor_of(dims, split, ranks)
                 if found is not None and found[0] in rule.synced:
                     both = (*operands, *outputs)
-                    own = own_part(rule.sync_bytes * ranks, self.mesh, both, self.mesh.fullest)
+                    own = own_part(rule.sync_bytes * ranks, self.mesh, both, self.fullest)
                     size = max(1, own)
                     total += self.collective_s("all_reduce", size, axis)
                     break

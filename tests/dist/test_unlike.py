@@ -41,7 +41,9 @@ CASES = [
         ("1f1b", "gpipe", "zb-h1"),
         (8,),
     ),
-    *itertools.product(("gpt2", "llama", "unet"), ("4+2+1+1",), (1, 2), ("1f1b", "zb-v"), (8,)),
+    *itertools.product(("llama", "unet"), ("4+2+1+1",), (1, 2), ("1f1b", "zb-v"), (8,)),
+    # In one microbatch, a stage of the small GPT-2 would hold no parameter, which is refused.
+    *itertools.product(("gpt2",), ("4+2+1+1",), (2,), ("1f1b", "zb-v"), (8,)),
     *itertools.product(("gpt2", "llama"), ("tp2+1+1",), (3,), ("1f1b", "gpipe", "zb-h1"), (5,)),
     *itertools.product(("gpt2", "llama"), ("dp3+1", "2+1+1"), (1,), ("1f1b",), (5,)),
 ]
