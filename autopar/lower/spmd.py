@@ -10,12 +10,12 @@ at the end of the forward, and back before the first backward node that needs it
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from autopar.cost.node import own_part
-from autopar.cost.reshard import CollectiveSeconds, Step, cheapest_path
+from autopar.cost.reshard import CollectiveSeconds, Step, cheapest_path, replaced
 from autopar.errors import UnsupportedError
 from autopar.ir.alias import Alias, resolve_aliases, through
 from autopar.ir.casts import gradient_values, parameter_casts
@@ -656,11 +656,11 @@ class _Lowering:
             # It is made before the loop, so from what is there before the loop.
             visible = self._visible(root, Section.PROLOGUE)
         kind = self.graph.type_of(root)
-        path = cheapest_path(kind, tuple(visible), sharding, self.stage.mesh, self.collective_s)
+        path = self._path(root, visible, sharding)
         if path is None and section in BACKWARDS:
             # A node that runs again may need what cannot be made of what is kept.
             visible |= {s: (m, r) for (m, s), r in self.there[root].items() if m in BEFORE}
-            path = cheapest_path(kind, tuple(visible), sharding, self.stage.mesh, self.collective_s)
+            path = self._path(root, visible, sharding)
         assert path is not None, f"{root} cannot go from {tuple(visible)} to {sharding}"
         self.build.purpose = self.purposes.get(root, "activations")
         self.build.lasting = lasting or self.build.purpose == "gradients"
@@ -673,6 +673,27 @@ class _Lowering:
             self.there[root][when, step.after] = value
         self.build.lasting = False
         return visible[sharding]
+
+    def _path(
+        self, root: Ref, starts: Iterable[Sharding], target: Sharding
+    ) -> tuple[Step, ...] | None:
+        """The steps to a sharding; terms of microbatches are added up where the plan says."""
+
+        def between(before: Sequence[Sharding], after: Sharding) -> tuple[Step, ...] | None:
+            kind = self.graph.type_of(root)
+            return cheapest_path(kind, before, after, self.stage.mesh, self.collective_s)
+
+        found = tuple(starts)
+        total = self.stage.added_up.get(str(root))
+        terms = [s for s in found if self.time is not None and isinstance(s[self.time], Partial)]
+        if total is None or not terms or self.time is None or target[self.time] != WHOLE:
+            return between(found, target)
+        if total in found:
+            return between([s for s in found if s not in terms], target)
+        term = replaced(total, self.time, terms[0][self.time])
+        legs = (between(terms, term), between([term], total), between([total], target))
+        first, second, third = legs
+        return None if None in legs else (*(first or ()), *(second or ()), *(third or ()))
 
     def _when(self, step: Step, made: Section, section: Section, again: bool) -> Section:
         """Section in which a step runs.

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from autopar.errors import PlanError
 from autopar.ir.graph import INPUT, PARAMETER, SOURCE_OPS, Graph, Node, Phase, Ref, TensorType
-from autopar.ir.sharding import Mesh, Partial, Sharding, Split, is_legal
+from autopar.ir.sharding import WHOLE, Mesh, Partial, Sharding, Split, is_legal
 from autopar.plan.records import NodePlan, ParameterPlan, Plan, StagePlan, Transfer
 from autopar.plan.wording import sharding_text
 
@@ -57,6 +57,7 @@ def check(
         _check_kept(stage, graph)
         _check_recomputed(stage, graph)
         _check_offloaded(stage, graph)
+        _check_added_up(stage, graph)
         _check_follows(stage, graph, follows)
     _check_complete(plan, graph, views)
     _check_transfers(plan, graph)
@@ -229,6 +230,15 @@ def _check_kept(stage: StagePlan, graph: Graph) -> None:
         kind = _type_of(name, graph, "keeps")
         for sharding in shardings:
             _check_sharding(sharding, kind, stage.mesh, f"value {name!r} is kept")
+
+
+def _check_added_up(stage: StagePlan, graph: Graph) -> None:
+    for name, sharding in stage.added_up.items():
+        kind = _type_of(name, graph, "adds up")
+        _check_sharding(sharding, kind, stage.mesh, f"value {name!r} is added up")
+        time = stage.mesh.time_axis
+        if time is None or sharding[time] != WHOLE:
+            raise _edited(f"it adds up value {name!r}, but not over its microbatches")
 
 
 def _type_of(name: str, graph: Graph, does: str) -> TensorType:

@@ -235,6 +235,8 @@ class StagePlan:
         recomputed: Forward nodes that run again in the backward instead of having their results
             kept.
         offloaded: Of what is kept, the values (as text) that wait for the backward in host memory.
+        added_up: Value (as text) to the sharding in which the terms of microbatches are added up;
+            what is not here is added up as it is made, and joined over ranks once.
     """
 
     mesh: Mesh
@@ -245,6 +247,7 @@ class StagePlan:
     kept: Mapping[str, tuple[Sharding, ...]]
     recomputed: tuple[str, ...] = ()
     offloaded: tuple[str, ...] = ()
+    added_up: Mapping[str, Sharding] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -98,6 +98,8 @@ def _treated(copies: Copies, stages: Sequence[StagePlan]) -> Mapping[tuple[int, 
         for value, shardings in stage.kept.items():
             place = (number, value.partition(":")[2], value in away)
             decide(_name(value), place, shardings)
+        for value, sharding in stage.added_up.items():
+            decide(_name(value), (number, value.partition(":")[2], "added up"), sharding)
     return {copy: (edges, frozenset(rows[copy])) for copy, edges in copies.alike.items()}
 
 
@@ -179,6 +181,7 @@ class _Shortener:
             },
             recomputed=tuple(name for name in stage.recomputed if name in there),
             offloaded=tuple(value for value in stage.offloaded if _name(value) in there),
+            added_up={v: sharding for v, sharding in stage.added_up.items() if _name(v) in there},
         )
 
     def _stays(self, name: str) -> bool:

@@ -1030,6 +1030,12 @@ def decode(built: Built, analysis: Analysis, solution: Solution) -> StagePlan:
         for chosen, share in solution.away_shares.get(index, ()):
             own = [str(ref) for ref in order if kept[str(ref)] == (layouts[chosen],)]
             offloaded.update(own[: math.ceil(share * len(group) - 1e-6)])
+    added_up: dict[str, Sharding] = {}
+    for index, shares in solution.added_shares.items():
+        group, layouts = built.roots[index], built.layouts[index]
+        leanest = built.problem.values[index].kept_bytes
+        for ref, chosen in zip(group, dealt(shares, leanest, len(group)), strict=True):
+            added_up[str(ref)] = layouts[chosen]
     graph = analysis.graph
     used = _used(built, analysis, picked)
     parameters, inputs, nodes = [], {}, []
@@ -1060,6 +1066,7 @@ def decode(built: Built, analysis: Analysis, solution: Solution) -> StagePlan:
         kept=kept,
         recomputed=tuple(node.name for node in graph.nodes if node.name in recomputed),
         offloaded=tuple(value for value in kept if value in offloaded),
+        added_up=added_up,
     )
 
 

@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -48,7 +48,7 @@ from ortools.math_opt.python import mathopt
 from ortools.math_opt.solvers import highs_pb2
 from pybind11_abseil.status import StatusNotOk
 
-from autopar.search.problem import Moment, Problem, Shares, Solution, Value
+from autopar.search.problem import Arc, Moment, Problem, Shares, Solution, Value
 
 GAP = 1e-4
 """Relative gap at which the solver may stop."""
@@ -101,7 +101,7 @@ class _Columns:
     extra: list[range | None] = field(default_factory=list)
     away: list[range | None] = field(default_factory=list)
     states: list[range | None] = field(default_factory=list)
-    added_up: list[tuple[int, float]] = field(default_factory=list)
+    added_up: dict[int, list[tuple[int, Arc]]] = field(default_factory=dict)
 
 
 def solve(problem: Problem, *, time_limit_s: float = 60.0, gap: float = GAP) -> Solution:
@@ -465,26 +465,27 @@ def _giving(value: Value, columns: _Columns, layout: int) -> list[int]:
 
 def _add_flows(program: _Program, problem: Problem, columns: _Columns) -> None:
     """(3) and (4)"""
-    for value, keep in zip(problem.values, columns.keep, strict=True):
+    for number, (value, keep) in enumerate(zip(problem.values, columns.keep, strict=True)):
+        added_up = columns.added_up.setdefault(number, [])
         made = [[(c, 1.0) for c in _giving(value, columns, n)] for n in range(value.num_layouts)]
         exact = [_demand(value, columns.pick[need.node], need.layouts) for need in value.forward]
         for layout in value.fixed_needs:
             exact.append([[] for _ in range(value.num_layouts)])
             exact[-1][layout] = [(-1, 1.0)]
         if keep is None:
-            _add_phase(program, value, made, exact, [], columns)
+            _add_phase(program, value, made, exact, [], added_up)
             continue
         kept: _Terms = [[(keep[n], 1.0)] for n in range(value.num_layouts)]
         if value.backward and value.rerun is None:
-            _add_phase(program, value, made, [*exact, kept], [], columns)
+            _add_phase(program, value, made, [*exact, kept], [], added_up)
         else:
-            _add_phase(program, value, made, exact, [kept], columns)
+            _add_phase(program, value, made, exact, [kept], added_up)
         there = [list(terms) for terms in kept]
         if value.rerun is not None:
             for layout, column in zip(value.gives, columns.again[value.rerun], strict=True):
                 there[layout].append((column, 1.0))
         exact = [_demand(value, columns.pick[need.node], need.layouts) for need in value.backward]
-        _add_phase(program, value, there, exact, _again(program, value, columns), columns)
+        _add_phase(program, value, there, exact, _again(program, value, columns), added_up)
 
 
 def _again(program: _Program, value: Value, columns: _Columns) -> list[_Terms]:
@@ -526,7 +527,7 @@ def _add_phase(
     made: _Terms,
     exact: list[_Terms],
     least: list[_Terms],
-    columns: _Columns,
+    added_up: list[tuple[int, Arc]],
 ) -> None:
     """The flows of one phase.
 
@@ -536,7 +537,7 @@ def _add_phase(
         made: What is there at the start, by layout.
         exact: Demands that add up to what is there.
         least: Demands that may leave something of it over.
-        columns: Where what is added up in the loop is noted.
+        added_up: Is told the columns and arcs of what is added up in the loop.
     """
     shared = len(exact) + len(least) > 1
     upper = np.inf if least else 1.0
@@ -549,9 +550,10 @@ def _add_phase(
             for index, cost in enumerate(costs):
                 if cost > 0:
                     program.row(-np.inf, 0, [(flow[index], 1.0), (paid[index], -1.0)])
-        held = [(flow[n], arc.held_bytes) for n, arc in enumerate(value.arcs) if arc.held_bytes]
         if number == 0:
-            columns.added_up += held
+            added_up += [
+                (c, arc) for c, arc in zip(flow, value.arcs, strict=True) if arc.held_bytes
+            ]
 
 
 def _add_flow(
@@ -696,7 +698,7 @@ def _add_memory(
             kept += [(counted[n], size) for n, size in sizes]
         if away is not None:
             kept += [(away[n], -size) for n, size in sizes]
-    added_up = [(column, size / unit) for column, size in columns.added_up]
+    added_up = [(column, size / unit) for column, size in _added_up(columns)]
     program.row(-np.inf, limit, resident + added_up + kept + room)
     program.row(-np.inf, limit, gradients + room)
     for moment in problem.moments:
@@ -807,6 +809,7 @@ def _solution(
         rerun_shares=tuple(float(found[a.start : a.stop].sum()) for a in columns.again),
         away_shares=_away_shares(found, columns.away),
         state_shares=_away_shares(found, columns.states),
+        added_shares=_added_shares(found, columns),
         objective_s=outcome.objective / 1e3,
         bound_s=outcome.bound / 1e3,
         seconds=seconds,
@@ -827,6 +830,22 @@ def _shares(found: NDArray[np.float64], groups: Sequence[range | None]) -> dict[
         if len(used) > 1:
             total = float(amounts[used].sum())
             shares[index] = tuple((int(n), float(amounts[n]) / total) for n in used)
+    return shares
+
+
+def _added_up(columns: _Columns) -> Iterator[tuple[int, float]]:
+    """Columns of what is added up in the loop, and the bytes that each holds."""
+    for own in columns.added_up.values():
+        yield from ((column, arc.held_bytes) for column, arc in own)
+
+
+def _added_shares(found: NDArray[np.float64], columns: _Columns) -> dict[int, Shares]:
+    shares: dict[int, Shares] = {}
+    for index, own in columns.added_up.items():
+        used = [(arc.head, float(found[column])) for column, arc in own if found[column] > SHARE]
+        total = sum(amount for _, amount in used)
+        if used:
+            shares[index] = tuple((layout, amount / total) for layout, amount in used)
     return shares
 
 
@@ -884,7 +903,7 @@ def _memory(problem: Problem, columns: _Columns, found: NDArray[np.float64]) -> 
         + _remade_bytes(problem, columns, found, moment)
         for moment in problem.moments
     )
-    loop = resident + sum(float(found[column]) * size for column, size in columns.added_up)
+    loop = resident + sum(float(found[column]) * size for column, size in _added_up(columns))
     return (loop + sum(saved) - sum(gone), resident + sum(gradients), *(loop + m for m in moments))
 
 

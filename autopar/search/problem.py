@@ -241,6 +241,7 @@ class Solution:
             ``choice`` then has the largest share.
         kept_shares: The same of layouts kept.
         rerun_shares: Share of the members of every rerun that run again.
+        added_shares: Of values that microbatches add up, the layouts in which they do.
         away_shares: Of values that are away, the layouts and the share of all members in each.
         state_shares: The same of nodes whose state is away, by choice.
         objective_s: Seconds of the solution; ``bound_s`` the proven least.
@@ -256,6 +257,7 @@ class Solution:
     choice_shares: Mapping[int, Shares] = field(default_factory=dict)
     kept_shares: Mapping[int, Shares] = field(default_factory=dict)
     rerun_shares: tuple[float, ...] = ()
+    added_shares: Mapping[int, Shares] = field(default_factory=dict)
     away_shares: Mapping[int, Shares] = field(default_factory=dict)
     state_shares: Mapping[int, Shares] = field(default_factory=dict)
     objective_s: float = float("inf")
