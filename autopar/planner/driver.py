@@ -176,6 +176,7 @@ class _Outer:
         tried: Meshes with what the search found on them.
         found: What fits.
         failures: What does not.
+        ideal_s: Least seconds of a step without a pipeline if nothing moved, over meshes tried.
     """
 
     def __init__(self, analysis: Analysis, request: Request, settled: Settled) -> None:
@@ -186,6 +187,7 @@ class _Outer:
         self.tried: list[tuple[str, float | None]] = []
         self.found: list[Candidate] = []
         self.failures: list[_Failure] = []
+        self.ideal_s = math.inf
 
     @property
     def seconds(self) -> float:
@@ -224,15 +226,19 @@ class _Outer:
             layout,
             lambda count: any(self._fits(in_time(self._shared(s, count), count)) for s in choices),
         )
-        before = math.inf
+        before = beat_s = math.inf
         for count in counts:
-            here = [self._try(layout, in_time(self._shared(s, count), count)) for s in choices]
+            here = [
+                self._try(layout, in_time(self._shared(s, count), count), beat_s) for s in choices
+            ]
             fitting = [candidate for candidate in here if candidate is not None]
             now = min((c.step_s for c in fitting), default=math.inf)
             # More microbatches only help to hold less.
             if any(not c.limited for c in fitting) or now >= before < math.inf:
                 break
             before = now
+            if layout.num_stages == 1:
+                beat_s = (1 + SLOWER) * min((c.objective_s for c in self.found), default=math.inf)
 
     def _fits(self, meshes: Sequence[Mesh]) -> bool:
         """Whether the batch can be cut over the meshes of all stages."""
@@ -264,17 +270,22 @@ class _Outer:
             speeds[at] = min(speeds[at], max(device.peak_flops_per_s.values()))
         return None if len(set(speeds)) == 1 else proportional(samples, speeds)
 
-    def _try(self, layout: Layout, meshes: Sequence[Mesh]) -> Candidate | None:
+    def _try(
+        self, layout: Layout, meshes: Sequence[Mesh], beat_s: float = math.inf
+    ) -> Candidate | None:
         for mesh in meshes:
             if misfit := batch_misfit(self.analysis.graph, mesh):
                 if self.settled.microbatches is not None or self.settled.shares is not None:
                     raise HintError(misfit)
                 self.failures.append(_Failure(mesh, True, float("inf")))
                 return None
-        return self._finish(_prepare(self.analysis, self.request, self.settled, meshes, layout))
+        search = _prepare(self.analysis, self.request, self.settled, meshes, layout)
+        if len(meshes) == 1:
+            self.ideal_s = min(self.ideal_s, _ideal_s(search.kinds[0].plain))
+        return self._finish(search, beat_s)
 
-    def _finish(self, search: _Lanes) -> Candidate | None:
-        outcome = _finish(self.analysis, self.request, search, self._left_s)
+    def _finish(self, search: _Lanes, beat_s: float = math.inf) -> Candidate | None:
+        outcome = _finish(self.analysis, self.request, search, self._left_s, beat_s)
         if isinstance(outcome, Candidate):
             self.found.append(outcome)
             self.tried.append((search.name, outcome.objective_s))
@@ -314,7 +325,7 @@ class _Outer:
         mesh = mesh.with_time(count)
         if not layout.fits(count) or count < 2 or batch_misfit(self.analysis.graph, mesh):
             return None
-        ideal_s = min((_ideal_s(c) for c in self.found), default=0.0)
+        ideal_s = 0.0 if self.ideal_s == math.inf else self.ideal_s
         if ideal_s * (1 + (layout.num_stages - 1) / count) > (1 - WORTH) * self._best_s:
             return None
         try:
@@ -331,6 +342,9 @@ class _Outer:
 
 PIPELINES = 2
 """Pipelines that are solved within memory, cut and simulated."""
+
+SLOWER = 0.02
+"""What the search may model more, of a step in more microbatches, for it to be lowered."""
 
 WORTH = 0.1
 """Least part of the step that a pipeline must be able to gain to be tried."""
@@ -364,9 +378,9 @@ def _filling(graph: Graph, layout: Layout, mesh: Mesh) -> int:
     return max(fitting, default=1)
 
 
-def _ideal_s(candidate: Candidate) -> float:
+def _ideal_s(built: Built) -> float:
     """Seconds of the step if every class took its fastest strategy and nothing moved."""
-    return sum(min(node.seconds) for node in candidate.built.problem.nodes)
+    return sum(min(node.seconds) for node in built.problem.nodes)
 
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -562,9 +576,12 @@ def shared_s(seconds: Sequence[float]) -> float:
 
 
 def _finish(
-    analysis: Analysis, request: Request, search: _Lanes, time_limit_s: float
+    analysis: Analysis, request: Request, search: _Lanes, time_limit_s: float, beat_s: float
 ) -> Candidate | _Failure:
-    """Solve the meshes of all stages until what is lowered fits."""
+    """Solve the meshes of all stages until what is lowered fits.
+
+    A step without a pipeline is not lowered if the search models more than ``beat_s`` for it.
+    """
     kinds, num_stages = search.kinds, len(search.searches)
     limits: dict[_Search, float | None] = dict.fromkeys(kinds)
     least = Least(float("inf"))
@@ -590,6 +607,8 @@ def _finish(
         if tight:
             limits.update({kind: kind.allowed for kind in tight})
             continue
+        if num_stages == 1 and solved[kinds[0]][1].objective_s > beat_s:
+            return _Failure(kinds[0].plain.mesh, False, held[kinds[0]])
         if num_stages > 1:
             candidate, used = _evaluate_stages(analysis, request, search, solved)
         else:

@@ -352,7 +352,9 @@ def evaluate_pipeline(
             ready = overlap(program, priced)
             sections = {s: simulate(section_program(ready, s), priced) for s in Section}
             by_chunk[number] = ready, sections
-        together = on_one_rank(analysis.graph, programs, held, priced)
+        together = ready
+        if len(programs) > 1:
+            together = on_one_rank(analysis.graph, programs, held, priced)
         results.append(
             StageResult(
                 cost=cost,

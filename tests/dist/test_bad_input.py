@@ -239,10 +239,14 @@ CASES |= {
         UnsupportedError,
         (str(later(*given)), "leave it out"),  # type: ignore[operator]
     )
-    for later, given in (
-        (hint.offload, ("up",)),
-        (hint.per_microbatch, ("norm",)),
-    )
+    for later, given in ((hint.per_microbatch, ("norm",)),)
+}
+CASES |= {
+    "hint.offload where the host's memory is the device's": (
+        lambda: compile_mlp(hint.offload("up")),
+        HintError,
+        ("hint.offload('up')", "frees nothing", "drop the hint"),
+    ),
 }
 
 
