@@ -71,6 +71,12 @@ from cost_models.cluster import Cluster, Device
 ROUNDS, PIPELINE_ROUNDS = 6, 4
 """Times a mesh is solved again with a tighter memory limit; stages are lowered in full each."""
 
+UNEVEN = 0.1
+"""Part of the memory that is left at first for stages that hold more than others."""
+
+MORE = 1.1
+"""Room that is left for what the problem does not know of, which grows as other things shrink."""
+
 LESS = 0.01
 """Least part of the memory by which the limit is tightened from round to round."""
 
@@ -588,6 +594,10 @@ def _finish(
     best: Candidate | None = None
     for _ in range(ROUNDS if num_stages == 1 else PIPELINE_ROUNDS):
         solved = {kind: kind.within(limits[kind], time_limit_s) for kind in kinds}
+        cramped = [k for k, (_, s) in solved.items() if not s.choice and limits[k] == k.first_limit]
+        if num_stages > 1 and cramped and best is None:
+            limits.update({kind: kind.allowed for kind in cramped})
+            continue
         for kind, (found, solution) in solved.items():
             if not solution.choice and best is not None:
                 return best
@@ -605,7 +615,7 @@ def _finish(
         held = {kind: max(s.memory_bytes) / num_stages for kind, (_, s) in solved.items()}
         tight = [kind for kind in kinds if limits[kind] is None and held[kind] > kind.allowed]
         if tight:
-            limits.update({kind: kind.allowed for kind in tight})
+            limits.update({kind: kind.first_limit for kind in tight})
             continue
         if num_stages == 1 and solved[kinds[0]][1].objective_s > beat_s:
             return _Failure(kinds[0].plain.mesh, False, held[kinds[0]])
@@ -632,7 +642,7 @@ def _finish(
                 least = Least(used[kind], moment_of(found.problem, solution.memory_bytes))
             limit = limits[kind]
             last = kind.allowed if limit is None else limit
-            room = max(0.0, used[kind] - held[kind])
+            room = MORE * max(0.0, used[kind] - held[kind])
             limits[kind] = min(kind.allowed - room, last - LESS * kind.allowed)
     if best is not None:
         return best
@@ -675,6 +685,11 @@ class _Search:
         self.hides = 1.0
         self.unbound: Solution | None = None
         self.joint: Built | None = None
+
+    @property
+    def first_limit(self) -> float:
+        """Bytes a rank may use by the problem at first, which knows stages on average alone."""
+        return self.allowed * (1 - UNEVEN) if self.num_stages > 1 else self.allowed
 
     def hides_less(self, candidate: Candidate) -> bool:
         """Whether copies hide behind less compute than was reckoned with, which is noted."""
