@@ -202,12 +202,20 @@ def verify(
 def explain(
     plan: PlanArgument,
     module: Annotated[str, typer.Option(help="Path of a module, or the end of one.")] = "",
+    formula: Annotated[
+        bool, typer.Option("--formula", help="Also the closed forms behind the predictions.")
+    ] = False,
 ) -> None:
     """Show what a plan splits over what in a module, and what it communicates there."""
     from autopar.plan.explain import explain_view
     from autopar.plan.serialize import load
 
-    console().print(explain_view(load(plan), module), markup=False)
+    found = load(plan)
+    console().print(explain_view(found, module), markup=False)
+    if formula:
+        from autopar.plan.formulas import formulas_text
+
+        console().print(formulas_text(found), markup=False, highlight=False)
 
 
 @app.command()

@@ -103,6 +103,24 @@ def test_explain_prints_a_module(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "model.layers.3.mlp of LlamaForCausalLM" in capsys.readouterr().out
 
 
+def test_explain_prints_the_closed_forms(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = llama(4)
+    plan.save(tmp_path / "plan.json")
+    cli.explain(tmp_path / "plan.json", formula=True)
+    found = capsys.readouterr().out
+    kinds = {use.kind for use in plan.prediction.collectives}
+    assert kinds
+    assert ("ring all-reduce [s] =" in found) == ("all_reduce" in kinds)
+    assert ("ring all-gather [s] =" in found) == bool(kinds & {"all_gather", "reduce_scatter"})
+    use = plan.prediction.collectives[0]
+    size = dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True))[use.axis]
+    assert f"here: n = {size}, B = {use.tensor_bytes / use.count:.4g} on average" in found
+    assert "model states, ZeRO 3 [bytes] = " in found
+    assert "1F1B" not in found
+
+
 def test_diff_tells_plans_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = llama(1)
     a, b = tmp_path / "a.json", tmp_path / "b.json"
