@@ -234,9 +234,16 @@ class _Outer:
         )
         before = beat_s = math.inf
         for count in counts:
-            here = [
-                self._try(layout, in_time(self._shared(s, count), count), beat_s) for s in choices
-            ]
+            try:
+                here = [
+                    self._try(layout, in_time(self._shared(s, count), count), beat_s)
+                    for s in choices
+                ]
+            except UnsupportedError:
+                # The model needs its whole batch at once: then there are no more microbatches.
+                if count == counts[0]:
+                    raise
+                break
             fitting = [candidate for candidate in here if candidate is not None]
             now = min((c.step_s for c in fitting), default=math.inf)
             # More microbatches only help to hold less.
