@@ -35,7 +35,8 @@ from autopar.options import ADAMW, OptimizerSpec, Options, rules_by_op
 from autopar.plan.check import check
 from autopar.plan.records import NodePlan, Plan
 from autopar.plan.serialize import from_json, to_json
-from autopar.planner.driver import Request, make_plan
+from autopar.planner.driver import make_plan
+from autopar.planner.request import Request
 from autopar.rules.strategies import strategies
 from autopar.runtime.executor import ParallelModule, StepRequest
 from autopar.runtime.groups import Session, StagePeers, open_session

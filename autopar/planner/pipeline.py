@@ -28,13 +28,7 @@ from autopar.schedules.makespan import ChunkTime
 from autopar.schedules.makespan import simulate as simulate_schedule
 from autopar.schedules.table import Size, schedule_named
 from autopar.search.analysis import Analysis
-from autopar.search.stages import (
-    Pipeline,
-    balanced_cuts,
-    bounded_cuts,
-    forward_order,
-    split_lanes,
-)
+from autopar.search.stages import Pipeline, balanced_cuts, bounded_cuts, forward_order, split_lanes
 from cost_models.cluster import Cluster
 from cost_models.collectives import collective_s, pair_link
 

@@ -91,10 +91,8 @@ class Clock:
         self._inside: list[float] = []
 
     def watch(self, owner: Any, function: str, name: str) -> None:
-        """Count what a module's function takes, if the module has it."""
-        made = getattr(owner, function, None)
-        if made is not None:
-            setattr(owner, function, self._timed(made, name))
+        """Count what a module's function takes."""
+        setattr(owner, function, self._timed(getattr(owner, function), name))
 
     def _timed(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -120,16 +118,16 @@ def run_case(case: Case, save: Path | None, *, profiled: bool) -> Outcome:
     from autopar.errors import AutoparError
     from autopar.inputs import load_subject
     from autopar.options import Options
-    from autopar.planner import driver
+    from autopar.planner import evaluate, lanes, prove
 
     clock = Clock()
     clock.watch(api, "capture_step", "capture")
     clock.watch(api, "analyse", "analyse")
-    clock.watch(driver, "build_problem", "problem")
-    for function in ("solve", "decode"):
-        clock.watch(driver, function, "solve")
-    for function in ("evaluate", "_evaluate_stages", "evaluate_pipeline"):
-        clock.watch(driver, function, "simulate")
+    clock.watch(lanes, "build_problem", "problem")
+    clock.watch(lanes, "solve", "solve")
+    clock.watch(evaluate, "decode", "solve")
+    for function in ("evaluate", "evaluate_stages"):
+        clock.watch(prove, function, "simulate")
     # What transformers and sympy import late.
     _warm(Cluster.preset("h100", 1))
     clock.seconds.clear()

@@ -21,7 +21,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from autopar.capture import capture_step
 from autopar.cluster import Cluster
 from autopar.cost.node import NodeCost, axis_seconds, update_bytes_per_s
-from autopar.planner.driver import Request, make_plan
+from autopar.planner.driver import make_plan
+from autopar.planner.request import Request
 from autopar.search.analysis import Analysis, analyse
 from autopar.search.build import StateBytes, build_problem
 from autopar.search.intra import solve

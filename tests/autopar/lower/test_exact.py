@@ -12,7 +12,8 @@ from autopar.capture import capture_step
 from autopar.cost.node import axis_seconds
 from autopar.hint import Hint
 from autopar.ir.sharding import Mesh
-from autopar.planner.driver import Request, make_plan
+from autopar.planner.driver import make_plan
+from autopar.planner.request import Request
 from autopar.search.analysis import Analysis, analyse
 from cost_models.cluster import Cluster
 from tests.oracles.models import MODELS, Built, mlp

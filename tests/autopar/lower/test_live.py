@@ -27,7 +27,8 @@ from autopar.lower.simulate import Prices, prices
 from autopar.lower.spmd import lower
 from autopar.lower.strides import dense, is_dense, ordered_like, viewed
 from autopar.plan.records import StagePlan
-from autopar.planner.driver import Request, make_plan
+from autopar.planner.driver import make_plan
+from autopar.planner.request import Request
 from autopar.search.analysis import Analysis, analyse
 from cost_models.cluster import Cluster
 from tests.autopar.capture import models

@@ -19,7 +19,8 @@ from autopar.ir.graph import Ref
 from autopar.ir.sharding import Mesh
 from autopar.lower.program import ACCUMULATE, ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Program
 from autopar.plan.records import Plan
-from autopar.planner.driver import Request, make_plan
+from autopar.planner.driver import make_plan
+from autopar.planner.request import Request
 from autopar.search.analysis import Analysis, analyse
 from autopar.search.stages import Pipeline
 from cost_models.cluster import Cluster

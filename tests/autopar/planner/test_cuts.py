@@ -14,7 +14,8 @@ from autopar import hint
 from autopar.capture import capture_step
 from autopar.errors import HintError
 from autopar.plan.records import Plan
-from autopar.planner.driver import Request, make_plan
+from autopar.planner.driver import make_plan
+from autopar.planner.request import Request
 from autopar.search.analysis import Analysis, analyse
 from autopar.search.stages import bounded_cuts, least_firsts
 from cost_models.cluster import Cluster

@@ -25,7 +25,9 @@ from autopar.lower.spmd import lower
 from autopar.options import ADAMW, OptimizerSpec
 from autopar.plan.records import Plan
 from autopar.plan.serialize import from_json, to_json
-from autopar.planner.driver import Request, make_plan, predicted_memory
+from autopar.planner.driver import make_plan
+from autopar.planner.evaluate import predicted_memory
+from autopar.planner.request import Request
 from autopar.planner.update import update_of
 from autopar.report.diff import diff
 from autopar.search.analysis import Analysis, analyse

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from autopar import hint
 from autopar.capture import capture_step
-from autopar.planner.driver import Request, make_plan, stage_counts
+from autopar.planner.batches import stage_counts
+from autopar.planner.driver import make_plan
+from autopar.planner.request import Request
 from autopar.search.analysis import Analysis, analyse
 from cost_models.cluster import Cluster
 from tests.oracles.models import gpt2

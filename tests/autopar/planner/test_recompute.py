@@ -14,7 +14,9 @@ from autopar.errors import HintError, InfeasibleError
 from autopar.hint import Hint
 from autopar.ir.sharding import Mesh
 from autopar.plan.records import Plan
-from autopar.planner.driver import Request, evaluate, make_plan
+from autopar.planner.driver import make_plan
+from autopar.planner.evaluate import evaluate
+from autopar.planner.request import Request
 from autopar.search.analysis import Analysis, analyse
 from autopar.search.build import StateBytes, build_problem
 from autopar.search.intra import solve

@@ -19,7 +19,7 @@ from autopar.lower.spmd import lower
 from autopar.lower.stretch import ONCE, NotPeriodicError, Repeats, stretched
 from autopar.options import ADAMW
 from autopar.plan.records import Memory, StagePlan
-from autopar.planner.driver import predicted_memory, simulate_loop
+from autopar.planner.evaluate import predicted_memory, simulate_loop
 from autopar.planner.shorten import shorten
 from autopar.search.analysis import Analysis, analyse
 from autopar.search.copies import REACH

@@ -11,7 +11,8 @@ from autopar.capture import capture_step
 from autopar.errors import HintError
 from autopar.ir.sharding import Mesh, Split
 from autopar.plan.records import Plan
-from autopar.planner.driver import Request, make_plan
+from autopar.planner.driver import make_plan
+from autopar.planner.request import Request
 from autopar.search.analysis import analyse
 from cost_models.cluster import Cluster
 from tests.dist.training import build

@@ -18,7 +18,9 @@ from autopar.inputs import parse_hints
 from autopar.ir.graph import Phase
 from autopar.ir.sharding import Mesh, Split
 from autopar.plan.records import Plan
-from autopar.planner.driver import Request, make_plan, shared_s
+from autopar.planner.driver import make_plan
+from autopar.planner.lanes import shared_s
+from autopar.planner.request import Request
 from autopar.search.analysis import Analysis, analyse
 from autopar.search.outer import common_rows, proportional, stage_meshes
 from cost_models.cluster import Cluster, Devices

@@ -10,7 +10,8 @@ from autopar.capture import capture_step
 from autopar.hint import Hint
 from autopar.plan.records import Plan
 from autopar.plan.text import render
-from autopar.planner.driver import Request, make_plan
+from autopar.planner.driver import make_plan
+from autopar.planner.request import Request
 from autopar.report.pareto import pareto, pareto_view
 from autopar.search.analysis import analyse
 from tests.oracles.hosts import hosted

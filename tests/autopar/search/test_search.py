@@ -13,7 +13,8 @@ from autopar.hint import Hint
 from autopar.ir.sharding import WHOLE, Mesh, Split
 from autopar.plan.records import Plan
 from autopar.plan.serialize import to_json
-from autopar.planner.driver import Request, make_plan
+from autopar.planner.driver import make_plan
+from autopar.planner.request import Request
 from autopar.search.analysis import Analysis, analyse
 from autopar.search.build import StateBytes, build_problem
 from autopar.search.intra import solve

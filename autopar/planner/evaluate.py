@@ -1,0 +1,298 @@
+"""What solutions take once they are lowered: seconds and bytes of every distinct rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+
+from autopar.cost.node import NodeCost
+from autopar.ir.graph import CONSTANT, INPUT, KEY
+from autopar.ir.sharding import Mesh
+from autopar.lower.overlap import overlap
+from autopar.lower.program import LOOP, Program
+from autopar.lower.ranks import distinct_coordinates
+from autopar.lower.simulate import CollectiveUse, Prices, Simulation, prices, simulate
+from autopar.lower.spmd import lower
+from autopar.lower.stretch import ONCE, NotPeriodicError, Repeats
+from autopar.lower.unroll import in_order, unroll
+from autopar.options import OptimizerSpec
+from autopar.plan.records import Memory, StagePlan
+from autopar.planner.lanes import Lanes, MeshSearch, shared_s, slowest
+from autopar.planner.pipeline import Kind, Lane, StageResult, cut, evaluate_pipeline
+from autopar.planner.request import Candidate, Request
+from autopar.planner.shorten import Short, shorten
+from autopar.planner.update import states_on_host, update_of
+from autopar.search.analysis import Analysis
+from autopar.search.build import Built, decode
+from autopar.search.copies import REACH
+from autopar.search.problem import Solution
+from autopar.search.stages import Pipeline
+from cost_models.cluster import Cluster, Device
+
+
+def evaluate(
+    analysis: Analysis,
+    request: Request,
+    cost: NodeCost,
+    built: Built,
+    solution: Solution,
+    limit_of: Callable[[Device], int] = lambda device: device.memory_bytes,
+) -> Candidate:
+    """Lower a solution for every distinct rank, and simulate what they run.
+
+    The step is that of the slowest rank; the memory that of the rank that holds most of what its
+    device lets it hold.
+    """
+    stage = decode(built, analysis, solution)
+    found = _every_rank(analysis, request, cost, stage)
+    slow, update_s = max(((s, u) for s, _, u, _ in found), key=lambda own: own[0].seconds + own[1])
+    limits = [limit_of(device) for *_, device in found]
+    memory = _fullest([memory for _, memory, _, _ in found], limits)
+    tight = max(range(len(found)), key=lambda at: found[at][1].total_bytes / limits[at])
+    return Candidate(
+        mesh=built.mesh,
+        built=built,
+        solution=solution,
+        pipeline=Pipeline((stage,), ()),
+        costs=(cost,),
+        schedule="1f1b",
+        simulation=slow,
+        memory=memory,
+        limit_bytes=limits[tight],
+        update_s=update_s,
+        objective_s=solution.objective_s,
+        bound_s=solution.bound_s,
+        host_bytes=memory.host_bytes,
+    )
+
+
+def _fullest(memories: Sequence[Memory], limits: Sequence[float] = ()) -> Memory:
+    """The memory of the rank that holds most, with the most that any has in host memory.
+
+    Args:
+        memories: Of the ranks.
+        limits: What each may hold, where that differs: most is then most of that.
+    """
+    shares = list(limits) or [1.0] * len(memories)
+    most = max(zip(memories, shares, strict=True), key=lambda own: own[0].total_bytes / own[1])[0]
+    return replace(most, host_bytes=max(memory.host_bytes for memory in memories))
+
+
+def _most_on_a_node(cluster: Cluster, stages: Sequence[tuple[int, int]]) -> float:
+    """Host memory a rank, on average, on the node whose ranks use most.
+
+    Args:
+        cluster: Its nodes.
+        stages: Ranks of every pipeline stage, in order, and bytes of each of its ranks.
+    """
+    each = cluster.devices_per_node
+    by_rank = [size for ranks, size in stages for _ in range(ranks)]
+    return max(sum(by_rank[at : at + each]) / each for at in range(0, len(by_rank), each))
+
+
+def _every_rank(
+    analysis: Analysis, request: Request, cost: NodeCost, stage: StagePlan
+) -> list[tuple[Simulation, Memory, float, Device]]:
+    """What a step takes on every distinct rank: simulation, memory, update; and its device.
+
+    With few copies of repeated blocks; with more where those at the edges of a stretch differ, in
+    the end with all. What goes to the host waits for what went before it, from block to block: then
+    no stretch repeats.
+    """
+    for beside in () if stage.offloaded else (REACH, REACH + 1):
+        try:
+            return _ranks_of(analysis, request, cost, shorten(analysis, (stage,), beside=beside))
+        except NotPeriodicError:
+            pass
+    return _ranks_of(analysis, request, cost, Short(analysis.graph, (stage,)))
+
+
+def _ranks_of(
+    analysis: Analysis, request: Request, cost: NodeCost, short: Short
+) -> list[tuple[Simulation, Memory, float, Device]]:
+    """What a step, shortened, takes on every distinct rank."""
+    found = []
+    (stage,) = short.stages
+    away = states_on_host(stage)
+    for coordinates in distinct_coordinates(short.graph, stage):
+        device = cost.device
+        if stage.mesh.shares:
+            device = slowest(_devices_alike(request.cluster, stage.mesh, coordinates))
+        lowered = lower(short.graph, analysis.rules, stage, coordinates, cost.collective_s)
+        # All ranks order their collectives alike: as the first one's device would.
+        program = overlap(lowered, prices(request.cluster.device(0), cost.collective_s))
+        simulation = simulate_loop(program, prices(device, cost.collective_s), short.repeats)
+        memory = predicted_memory(program, simulation, request.optimizer, short.repeats, away)
+        update = update_of(program, request.optimizer, short.repeats, away)
+        found.append((simulation, memory, update.seconds(device), device))
+    return found
+
+
+def _devices_alike(cluster: Cluster, mesh: Mesh, coordinates: Sequence[int]) -> list[Device]:
+    """Devices of the ranks that take the same shares of the batch."""
+
+    def taken(place: Sequence[int]) -> list[int]:
+        axes = range(len(mesh.space.sizes))
+        return [mesh.shares_of(axis)[place[axis]] for axis in axes if mesh.shares_of(axis)]
+
+    ranks = range(mesh.num_ranks)
+    return [cluster.device(r) for r in ranks if taken(mesh.coordinates(r)) == taken(coordinates)]
+
+
+def evaluate_stages(
+    analysis: Analysis,
+    request: Request,
+    search: Lanes,
+    solved: Mapping[MeshSearch, tuple[Built, Solution]],
+) -> tuple[Candidate, Mapping[MeshSearch, int]]:
+    """Cut solutions into stages and simulate them under a schedule; most bytes of every kind."""
+    layout = search.layout
+    made = {
+        own: Kind(decode(built, analysis, solution), own.cost)
+        for own, (built, solution) in solved.items()
+    }
+    lanes = [
+        Lane(made[own], first)
+        for own, first in zip(search.searches, search.first_ranks, strict=True)
+    ]
+    pipeline = cut(analysis, lanes, layout, request.settled_plan)
+    result = evaluate_pipeline(analysis, lanes, pipeline, layout, request.cluster)
+    away = states_on_host(*pipeline.stages)
+    memories, updates = [], []
+    for stage in result.stages:
+        update = update_of(stage.program, request.optimizer, away=away)
+        memories.append(predicted_memory(stage.program, stage.peak, request.optimizer, away=away))
+        updates.append(update.seconds(stage.cost.device))
+    used: dict[MeshSearch, int] = {}
+    for own, memory in zip(search.searches, memories, strict=True):
+        used[own] = max(used.get(own, 0), memory.total_bytes)
+    limits = [own.allowed for own in search.searches]
+    fullest = _fullest(memories, limits)
+    microbatches = pipeline.stages[0].mesh.microbatches
+    steps = [_whole_step(stage, microbatches) for stage in result.stages]
+    slow = max(range(len(steps)), key=lambda s: steps[s].compute_s)
+    tight = max(range(len(steps)), key=lambda s: memories[s].total_bytes / limits[s])
+    built, solution = solved[search.searches[slow]]
+    solutions = [solved[own][1] for own in search.searches]
+    candidate = Candidate(
+        mesh=built.mesh,
+        built=built,
+        solution=solution,
+        pipeline=pipeline,
+        costs=tuple(lanes[stage].kind.cost for stage in layout.lanes),
+        schedule=layout.schedule,
+        simulation=replace(steps[slow], seconds=result.seconds),
+        memory=fullest,
+        limit_bytes=int(limits[tight]),
+        update_s=max(updates),
+        objective_s=shared_s([one.objective_s for one in solutions]),
+        bound_s=shared_s([one.bound_s for one in solutions]),
+        host_bytes=_most_on_a_node(
+            request.cluster,
+            [
+                (own.plain.mesh.num_ranks, memory.host_bytes)
+                for own, memory in zip(search.searches, memories, strict=True)
+            ],
+        ),
+    )
+    return candidate, used
+
+
+def _whole_step(stage: StageResult, microbatches: int) -> Simulation:
+    """Sums over a step of one stage; its seconds are those it is busy."""
+    parts = [
+        (simulation, microbatches if section in LOOP else 1)
+        for (section, _), simulation in stage.sections.items()
+    ]
+    return _summed(stage.peak, parts)
+
+
+def simulate_loop(program: Program, priced: Prices, repeats: Repeats = ONCE) -> Simulation:
+    """What a program of any number of microbatches takes.
+
+    Two microbatches are written out: the second holds all that a later one holds, and what it adds
+    to the seconds is what each of the others adds.
+    """
+    if program.microbatches == 1:
+        return simulate(program, priced, repeats)
+    once, twice = (simulate(unroll(program, in_order(times)), priced, repeats) for times in (1, 2))
+    more = program.microbatches - 2
+    return _summed(twice, ((twice, 1 + more), (once, -more)))
+
+
+_SUMS = (
+    "seconds",
+    "compute_s",
+    "communication_s",
+    "copy_s",
+    "exposed_s",
+    "copy_exposed_s",
+    "slowed_s",
+    "host_s",
+    "num_launched",
+)
+
+
+def _summed(memory: Simulation, parts: Sequence[tuple[Simulation, int]]) -> Simulation:
+    """Simulations added up, each so many times, with the bytes of one."""
+    totals = {
+        name: sum(times * getattr(simulation, name) for simulation, times in parts)
+        for name in _SUMS
+    }
+    return replace(
+        memory,
+        **totals,
+        collectives=_summed_uses([(s.collectives, times) for s, times in parts]),
+        copies=_summed_uses([(s.copies, times) for s, times in parts]),
+    )
+
+
+def _summed_uses(
+    parts: Sequence[tuple[Sequence[CollectiveUse], int]],
+) -> tuple[CollectiveUse, ...]:
+    found: dict[tuple[str, int, str], CollectiveUse] = {}
+    for uses, times in parts:
+        for use in uses:
+            key = (use.kind, use.axis, use.purpose)
+            before = found.get(key, replace(use, count=0, tensor_bytes=0, seconds=0.0))
+            found[key] = replace(
+                use,
+                count=before.count + times * use.count,
+                tensor_bytes=before.tensor_bytes + times * use.tensor_bytes,
+                seconds=before.seconds + times * use.seconds,
+            )
+    return tuple(found.values())
+
+
+def predicted_memory(
+    program: Program,
+    simulation: Simulation,
+    optimizer: OptimizerSpec,
+    repeats: Repeats = ONCE,
+    away: Collection[str] = (),
+) -> Memory:
+    """Bytes by kind at the peak: of the step, or of the update if that holds more.
+
+    Args:
+        program: Of one rank.
+        simulation: Of the program.
+        optimizer: What its state takes.
+        repeats: Copies of blocks that the program lacks.
+        away: Parameters whose state is in host memory.
+    """
+    entered = simulation.input_bytes
+    update = update_of(program, optimizer, repeats, away)
+    saved, finished = simulation.saved_bytes, simulation.gradient_bytes
+    transient = simulation.peak_bytes - saved - finished
+    if update.gradient_bytes + update.scratch_bytes > simulation.peak_bytes:
+        saved, finished, transient = 0, update.gradient_bytes, update.scratch_bytes
+    return Memory(
+        parameters_bytes=entered.get("parameter", 0),
+        gradients_bytes=finished,
+        optimizer_bytes=update.state_bytes,
+        saved_bytes=saved,
+        transient_bytes=transient,
+        inputs_bytes=sum(entered.get(kind, 0) for kind in (INPUT, CONSTANT, KEY)),
+        buffers_bytes=entered.get("buffer", 0),
+        host_bytes=simulation.host_bytes + update.host_state_bytes,
+    )

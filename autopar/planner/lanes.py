@@ -1,0 +1,262 @@
+"""The problems of the meshes of all stages, solved under tighter and tighter memory limits."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.cost.node import NodeCost, axis_seconds, update_bytes_per_s
+from autopar.ir.sharding import WHOLE, Mesh, Sharding
+from autopar.plan.records import StagePlan
+from autopar.planner.hints import Settled
+from autopar.planner.pipeline import Layout
+from autopar.planner.request import Candidate, Request
+from autopar.search.analysis import Analysis
+from autopar.search.build import Built, StateBytes, build_problem, describe_mesh, with_reruns
+from autopar.search.intra import away_bytes, fits, solve
+from autopar.search.problem import Solution
+from cost_models.cluster import Device
+
+UNEVEN = 0.1
+"""Part of the memory that is left at first for stages that hold more than others."""
+
+LESS = 0.01
+"""Least part of the memory by which the limit is tightened from round to round."""
+
+WORTH = 0.1
+"""Least part of the step that a pipeline must be able to gain to be tried."""
+
+
+def prepare(
+    analysis: Analysis,
+    request: Request,
+    settled: Settled,
+    meshes: Sequence[Mesh],
+    layout: Layout,
+) -> Lanes:
+    """The problems of the meshes of all stages, not solved yet; one for stages that are alike."""
+    first_ranks = [0, *itertools.accumulate(mesh.num_ranks for mesh in meshes)][:-1]
+    cluster, taken = request.cluster, request.settled_plan
+    kinds: dict[tuple[Mesh, tuple[int, ...]], list[int]] = {}
+    for stage, (mesh, first) in enumerate(zip(meshes, first_ranks, strict=True)):
+        runs = cluster.runs_between(first, first + mesh.num_ranks)
+        kinds.setdefault((mesh, runs), []).append(stage)
+    searches: dict[int, MeshSearch] = {}
+    for (mesh, runs), stages in kinds.items():
+        restrictions = settled.restrictions
+        if taken is not None:
+            stored = _stored([c for s in stages for c in taken.chunks_of(s).values()], mesh)
+            restrictions = replace(restrictions, stored=stored)
+        device = slowest([cluster.devices[run].device for run in runs])
+        if mesh.shares:
+            fullest = first_ranks[stages[0]] + mesh.space.rank(mesh.space.fullest)
+            # The others are simulated on their own devices, but for those of a pipeline.
+            least = device.memory_bytes if len(meshes) > 1 else cluster.device(fullest).memory_bytes
+            device = replace(cluster.device(fullest), memory_bytes=least)
+        cost = NodeCost(device, mesh, axis_seconds(cluster, mesh, first_ranks[stages[0]]))
+        states = StateBytes(
+            per_element=request.optimizer.state_bytes,
+            moments=request.optimizer.moments,
+            update_bytes_per_s=update_bytes_per_s(device),
+            may_leave=request.optimizer.host_bucket_elements is not None,
+        )
+        built = build_problem(
+            analysis, mesh, cost, states, restrictions, num_stages=layout.num_stages
+        )
+        asked = restrictions.recompute or restrictions.offload or restrictions.offload_states
+        forced = bool(asked)
+        search = MeshSearch(built, layout, cost, forced=forced, limit_of=settled.usable_bytes)
+        searches.update(dict.fromkeys(stages, search))
+    return Lanes(tuple(searches[s] for s in range(len(meshes))), tuple(first_ranks))
+
+
+def slowest(devices: Sequence[Device]) -> Device:
+    """The device that equal parts of the work wait for, with the memory of the smallest."""
+    found = min(devices, key=lambda device: max(device.peak_flops_per_s.values()))
+    return replace(found, memory_bytes=min(device.memory_bytes for device in devices))
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """The search of every stage, the same one for stages that are alike.
+
+    Attributes:
+        searches: Of every stage.
+        first_ranks: Global number of the first rank of every stage.
+    """
+
+    searches: tuple[MeshSearch, ...]
+    first_ranks: tuple[int, ...]
+
+    @property
+    def kinds(self) -> tuple[MeshSearch, ...]:
+        """Every search once."""
+        return tuple(dict.fromkeys(self.searches))
+
+    @property
+    def layout(self) -> Layout:
+        return self.searches[0].layout
+
+    @property
+    def name(self) -> str:
+        """Stages and meshes, in words."""
+        meshes = [describe_mesh(kind.plain.mesh) for kind in self.searches]
+        if len(self.kinds) > 1:
+            return f"stages of {', '.join(meshes)}"
+        return f"{len(meshes)} stages of {meshes[0]}" if len(meshes) > 1 else meshes[0]
+
+    def estimate_s(self, time_limit_s: float) -> float:
+        """Seconds of the step if memory did not bind and stages shared the work as it is fast."""
+        idle = (len(self.searches) - 1) / self.searches[0].plain.mesh.microbatches
+        return shared_s([kind.unbound_s(time_limit_s) for kind in self.searches]) * (1 + idle)
+
+
+def shared_s(seconds: Sequence[float]) -> float:
+    """Seconds of work that stages share, so that they take equally long, from those of each alone.
+
+    No way to share it takes less: the stage that takes longest takes that at least.
+    """
+    if not all(seconds):
+        return 0.0
+    return seconds[0] / len(seconds) if len(set(seconds)) == 1 else 1 / sum(1 / s for s in seconds)
+
+
+JOINT = 600
+"""Strategies up to which recompute and sharding are solved over all of them at once."""
+
+LEFT = 0.15
+"""Part of what is kept that is reckoned to stay where the rest is recomputed."""
+
+
+class MeshSearch:
+    """Solves one mesh under tighter and tighter memory limits.
+
+    Without a limit nothing runs again, so the smaller problem is solved. Within one, sharding and
+    recompute are chosen together: over all strategies where they are few, else over those of three
+    solutions without recompute: that without a limit, that within it, and that within it if most
+    activations were gone.
+    """
+
+    def __init__(
+        self,
+        built: Built,
+        layout: Layout,
+        cost: NodeCost,
+        *,
+        forced: bool,
+        limit_of: Callable[[Device], int],
+    ) -> None:
+        self.plain = built
+        self.layout = layout
+        self.num_stages = layout.num_stages
+        self.cost = cost
+        self.forced = forced
+        self.limit_of = limit_of
+        self.allowed = float(limit_of(cost.device))
+        self.host_limit = self.host_allowed = float(cost.device.host_memory_bytes)
+        self.hides = 1.0
+        self.unbound: Solution | None = None
+        self.joint: Built | None = None
+
+    @property
+    def first_limit(self) -> float:
+        """Bytes a rank may use by the problem at first, which knows stages on average alone."""
+        return self.allowed * (1 - UNEVEN) if self.num_stages > 1 else self.allowed
+
+    def hides_less(self, candidate: Candidate) -> bool:
+        """Whether copies hide behind less compute than was reckoned with, which is noted."""
+        found = candidate.simulation
+        hidden_s = found.copy_s - found.copy_exposed_s
+        hides = hidden_s / found.compute_s if found.compute_s else 0.0
+        if found.copy_exposed_s < LESS * candidate.step_s or self.hides == 0:
+            return False
+        # Where that would hardly change anything, what is fastest without hiding has a try.
+        self.hides = hides if hides < (1 - WORTH) * self.hides else 0.0
+        return True
+
+    def host_asked(self, time_limit_s: float) -> float:
+        """Bytes of host memory a rank that hints ask for, if they are more than there are."""
+        if not self.forced or self.joint is None or self.joint.problem.link is None:
+            return 0.0
+        link = replace(self.joint.problem.link, host_limit_bytes=math.inf)
+        problem = replace(self.joint.problem, memory_limit_bytes=None, link=link)
+        solution = solve(problem, time_limit_s=time_limit_s)
+        used = away_bytes(problem, solution) / self.num_stages
+        return used if used > self.host_allowed else 0.0
+
+    def fits_host(self, used: float) -> bool:
+        """Whether host memory holds so much a rank; if not, less is allowed from here on."""
+        over = used - self.host_allowed
+        if over > 0:
+            self.host_limit -= max(over, LESS * self.host_allowed)
+        return over <= 0
+
+    def within(self, limit: float | None, time_limit_s: float) -> tuple[Built, Solution]:
+        """The best solution, and the problem it is one of.
+
+        Args:
+            limit: Bytes a rank may use; None for any.
+            time_limit_s: For the solver.
+        """
+        self.unbound_s(time_limit_s)
+        assert self.unbound is not None
+        if (limit is None and not self.forced) or not self.unbound.choice:
+            return self.plain, self.unbound
+        total = None if limit is None else limit * self.num_stages
+        if self.joint is None:
+            self.joint = with_reruns(self.plain, self._near(self.unbound, total, time_limit_s))
+        link = self.joint.problem.link
+        if link is not None:
+            host = max(0.0, self.host_limit) * self.num_stages
+            link = replace(link, host_limit_bytes=host, hides=self.hides)
+        problem = replace(self.joint.problem, memory_limit_bytes=total, link=link)
+        solution = solve(problem, time_limit_s=time_limit_s)
+        if self.joint.num_strategies < self.plain.num_strategies:
+            # Proven is only what holds without a limit.
+            bound_s = min(self.unbound.bound_s, solution.objective_s)
+            status = "feasible" if solution.status == "optimal" else solution.status
+            solution = replace(solution, status=status, bound_s=bound_s)
+        return self.joint, solution
+
+    def unbound_s(self, time_limit_s: float) -> float:
+        """Seconds of the whole step on this mesh alone, if memory did not bind."""
+        if self.unbound is None:
+            self.unbound = solve(self.plain.problem, time_limit_s=time_limit_s)
+        return self.unbound.objective_s
+
+    def _near(
+        self, unbound: Solution, total: float | None, time_limit_s: float
+    ) -> tuple[Solution, ...]:
+        """Solutions between which the joint problem chooses; none for all strategies."""
+        if self.plain.num_strategies <= JOINT:
+            return ()
+        if total is None or max(unbound.memory_bytes[:2]) <= total:
+            return (unbound,)
+        problem = replace(self.plain.problem, memory_limit_bytes=total, moments=())
+        fewer = tuple(
+            v if v.persistent else replace(v, kept_bytes=tuple(LEFT * b for b in v.kept_bytes))
+            for v in problem.values
+        )
+        found = [
+            solve(own, time_limit_s=time_limit_s, gap=NEAR)
+            for own in (problem, replace(problem, values=fewer))
+            if not fits(own, unbound)
+        ]
+        return (unbound, *(solution for solution in found if solution.choice))
+
+
+NEAR = 1e-2
+"""Relative gap of the solutions that only offer their strategies."""
+
+
+def _stored(chunks: Sequence[StagePlan], mesh: Mesh) -> Mapping[str, Sharding]:
+    """Stored shardings of chunks, for their mesh with or without the time axis."""
+    num_axes = len(mesh.space.sizes)
+    in_time = (WHOLE,) * (len(mesh.sizes) - num_axes)
+    return {
+        parameter.name: (*parameter.stored[:num_axes], *in_time)
+        for chunk in chunks
+        for parameter in chunk.parameters
+    }

@@ -1,0 +1,86 @@
+"""Solve, lower and solve again until the program that runs fits the memory."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from autopar.planner.evaluate import evaluate, evaluate_stages
+from autopar.planner.lanes import LESS, Lanes, MeshSearch
+from autopar.planner.request import Candidate, Failure, Request
+from autopar.search.analysis import Analysis
+from autopar.search.intra import Least, least_bytes, moment_of
+
+ROUNDS, PIPELINE_ROUNDS = 6, 4
+"""Times a mesh is solved again with a tighter memory limit; stages are lowered in full each."""
+
+MORE = 1.1
+"""Room that is left for what the problem does not know of, which grows as other things shrink."""
+
+
+def prove(
+    analysis: Analysis, request: Request, search: Lanes, time_limit_s: float, beat_s: float
+) -> Candidate | Failure:
+    """Solve the meshes of all stages until what is lowered fits.
+
+    A step without a pipeline is not lowered if the search models more than ``beat_s`` for it.
+    """
+    kinds, num_stages = search.kinds, len(search.searches)
+    limits: dict[MeshSearch, float | None] = dict.fromkeys(kinds)
+    least = Least(float("inf"))
+    best: Candidate | None = None
+    for _ in range(ROUNDS if num_stages == 1 else PIPELINE_ROUNDS):
+        solved = {kind: kind.within(limits[kind], time_limit_s) for kind in kinds}
+        cramped = [k for k, (_, s) in solved.items() if not s.choice and limits[k] == k.first_limit]
+        if num_stages > 1 and cramped and best is None:
+            limits.update({kind: kind.allowed for kind in cramped})
+            continue
+        for kind, (found, solution) in solved.items():
+            if not solution.choice and best is not None:
+                return best
+            if not solution.choice:
+                if least.num_bytes == float("inf"):
+                    least = least_bytes(found.problem, time_limit_s=time_limit_s)
+                    least = replace(least, num_bytes=least.num_bytes / num_stages)
+                return Failure(
+                    kind.plain.mesh,
+                    solution.status == "infeasible",
+                    least.num_bytes,
+                    least.moment,
+                    kind.host_asked(time_limit_s),
+                )
+        held = {kind: max(s.memory_bytes) / num_stages for kind, (_, s) in solved.items()}
+        tight = [kind for kind in kinds if limits[kind] is None and held[kind] > kind.allowed]
+        if tight:
+            limits.update({kind: kind.first_limit for kind in tight})
+            continue
+        if num_stages == 1 and solved[kinds[0]][1].objective_s > beat_s:
+            return Failure(kinds[0].plain.mesh, False, held[kinds[0]])
+        if num_stages > 1:
+            candidate, used = evaluate_stages(analysis, request, search, solved)
+        else:
+            (only,) = kinds
+            candidate = evaluate(analysis, request, only.cost, *solved[only], only.limit_of)
+            # The limit of the rank that is fullest may be another: in proportion to that.
+            share = only.allowed / candidate.limit_bytes
+            used = {only: math.ceil(candidate.memory.total_bytes * share)}
+        over = [kind for kind in kinds if used[kind] > kind.allowed]
+        fitting = [kind for kind in kinds if kind.fits_host(candidate.host_bytes)]
+        if not over and len(fitting) == len(kinds):
+            limited = any(limit is not None for limit in limits.values())
+            now = replace(candidate, limited=limited)
+            best = now if best is None or now.step_s < best.step_s else best
+            if not [kind for kind in kinds if kind.hides_less(candidate)]:
+                return best
+        for kind in over:
+            # The program needs more than the problem knows of: leave that much room.
+            if used[kind] < least.num_bytes:
+                found, solution = solved[kind]
+                least = Least(used[kind], moment_of(found.problem, solution.memory_bytes))
+            limit = limits[kind]
+            last = kind.allowed if limit is None else limit
+            room = MORE * max(0.0, used[kind] - held[kind])
+            limits[kind] = min(kind.allowed - room, last - LESS * kind.allowed)
+    if best is not None:
+        return best
+    return Failure(kinds[0].plain.mesh, False, least.num_bytes, least.moment)
