@@ -19,8 +19,10 @@ def assemble(
     request: Request,
     best: Candidate,
     found: Sequence[Candidate],
+    *,
     tried: Sequence[tuple[str, float | None]],
     seconds: float,
+    cut_short: bool,
 ) -> Plan:
     """The plan of a candidate.
 
@@ -31,11 +33,11 @@ def assemble(
         found: All that fit the memory.
         tried: Meshes with what the search modelled on them, None where nothing fits.
         seconds: Of the search.
+        cut_short: Whether the clock ended it.
     """
     graph = analysis.graph
     bound = min(c.bound_s for c in found)
     objective = best.objective_s
-    optimal = all(c.solution.status == "optimal" for c in found)
     return Plan(
         model=request.model,
         fingerprint=request.fingerprint,
@@ -51,7 +53,7 @@ def assemble(
         memory_limit_bytes=best.limit_bytes,
         prediction=_prediction(best, savings(analysis, best.costs, best.pipeline.stages)),
         search=SearchReport(
-            status="optimal" if optimal else "feasible",
+            status=_status({c.solution.status for c in found}, cut_short),
             objective_s=objective,
             bound_s=bound,
             gap=max(0.0, (objective - bound) / objective) if objective else 0.0,
@@ -65,6 +67,12 @@ def assemble(
         ),
         modules=_modules(graph),
     )
+
+
+def _status(statuses: set[str], cut_short: bool) -> str:
+    if cut_short or "time_limited" in statuses:
+        return "time_limited"
+    return "optimal" if statuses == {"optimal"} else "feasible"
 
 
 def _prediction(best: Candidate, saved: tuple[Saving, ...]) -> Prediction:

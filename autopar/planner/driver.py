@@ -58,7 +58,15 @@ def make_plan(analysis: Analysis, request: Request) -> Plan:
         conflict = keep_conflict(analysis, request, settled, outer.failures)
         raise conflict or nothing_fits(analysis, settled, outer.failures, request.cluster)
     best = min(outer.found, key=lambda c: c.step_s)
-    return assemble(analysis, request, best, outer.found, outer.tried, outer.seconds)
+    return assemble(
+        analysis,
+        request,
+        best,
+        outer.found,
+        tried=outer.tried,
+        seconds=outer.seconds,
+        cut_short=outer.cut_short,
+    )
 
 
 class _Outer:
@@ -69,6 +77,7 @@ class _Outer:
         found: What fits.
         failures: What does not.
         ideal_s: Least seconds of a step without a pipeline if nothing moved, over meshes tried.
+        cut_short: Whether the clock ended the search.
     """
 
     def __init__(self, analysis: Analysis, request: Request, settled: Settled) -> None:
@@ -80,6 +89,7 @@ class _Outer:
         self.found: list[Candidate] = []
         self.failures: list[Failure] = []
         self.ideal_s = math.inf
+        self.cut_short = False
 
     @property
     def seconds(self) -> float:
@@ -178,6 +188,9 @@ class _Outer:
                     raise HintError(misfit)
                 self.failures.append(Failure(mesh, True, float("inf")))
                 return None
+        if self._late():
+            self.failures.append(Failure(meshes[0], False, math.inf))
+            return None
         search = prepare(self.analysis, self.request, self.settled, meshes, layout)
         if len(meshes) == 1:
             self.ideal_s = min(self.ideal_s, _ideal_s(search.kinds[0].plain))
@@ -197,6 +210,12 @@ class _Outer:
     def _left_s(self) -> float:
         return max(self.request.time_limit_s - self.seconds, 1.0)
 
+    def _late(self) -> bool:
+        """Whether the time is over: then what is left is not tried, which is noted."""
+        late = bool(self.tried) and self.seconds > self.request.time_limit_s
+        self.cut_short |= late
+        return late
+
     def _try_pipelines(self) -> None:
         """Try stages of whole nodes, the `PIPELINES` that promise most, until one fits.
 
@@ -205,12 +224,13 @@ class _Outer:
         """
         promising: list[tuple[float, int, Lanes]] = []
         for num_stages in stage_counts(self.analysis, self.request.cluster):
-            search = self._pipeline(self._layout(num_stages))
+            search = None if self._late() else self._pipeline(self._layout(num_stages))
             if search is not None:
                 seconds = search.estimate_s(self._left_s)
                 promising.append((seconds, num_stages, search))
         for seconds, _, search in sorted(promising, key=lambda item: item[:2])[:PIPELINES]:
-            if seconds >= (1 - WORTH) * self._best_s or self._finish(search) is not None:
+            slower = seconds >= (1 - WORTH) * self._best_s
+            if slower or self._late() or self._finish(search) is not None:
                 break
 
     def _pipeline(self, layout: Layout) -> Lanes | None:

@@ -23,8 +23,9 @@ from autopar.planner.request import Candidate, Request
 from autopar.planner.shorten import Short, shorten
 from autopar.planner.update import states_on_host, update_of
 from autopar.search.analysis import Analysis
-from autopar.search.build import Built, decode
+from autopar.search.build import Built
 from autopar.search.copies import REACH
+from autopar.search.decode import decode
 from autopar.search.problem import Solution
 from autopar.search.stages import Pipeline
 from cost_models.cluster import Cluster, Device

@@ -1,9 +1,8 @@
-"""From an analysed step and a mesh to the problem of the intra-op program, and back to a plan."""
+"""From an analysed step and a mesh to the problem of the intra-op program."""
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -26,7 +25,6 @@ from autopar.ir.graph import (
     Node,
     Phase,
     Ref,
-    TensorType,
 )
 from autopar.ir.sharding import (
     WHOLE,
@@ -36,12 +34,11 @@ from autopar.ir.sharding import (
     Sharding,
     Split,
     is_legal,
-    text,
     whole,
 )
-from autopar.plan.records import NodePlan, ParameterPlan, StagePlan
 from autopar.rules.strategies import Strategy, strategies
 from autopar.search.analysis import Analysis, Readers
+from autopar.search.layouts import Layouts, axis_order, leading, plain_shardings, reads_terms
 from autopar.search.problem import (
     Again,
     Arc,
@@ -52,7 +49,6 @@ from autopar.search.problem import (
     Need,
     Problem,
     Rerun,
-    Shares,
     Solution,
     Value,
 )
@@ -70,6 +66,7 @@ from cost_models.overlap import compute_copy
 
 AGAIN_S = 1e-8
 """What running again costs beside its seconds: what takes none is kept if that does no harm."""
+
 
 STEADY_BYTES = 1 << 22
 """Values of ids and positions up to this size are simply made whole on every rank."""
@@ -105,17 +102,6 @@ class _Class:
     members: tuple[str, ...]
     node: Node
     strategies: tuple[Strategy, ...]
-
-
-@dataclass(slots=True)
-class _Layouts:
-    """Numbered shardings of one value."""
-
-    kind: TensorType
-    index: dict[Sharding, int] = field(default_factory=dict)
-
-    def number(self, sharding: Sharding) -> int:
-        return self.index.setdefault(sharding, len(self.index))
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +233,7 @@ class _Builder:
         left = set(self.analysis.carried)
         for made in self.classes:
             for port in range(len(made.node.operands) if left else 0):
-                if any(_reads_terms(strategy, port) for strategy in made.strategies):
+                if any(reads_terms(strategy, port) for strategy in made.strategies):
                     continue
                 for name in made.members:
                     left.discard(self.analysis.root(self.graph.by_name[name].operands[port]).root)
@@ -328,7 +314,7 @@ class _Builder:
 
     # -- values ---------------------------------------------------------------------------------
 
-    def values(self) -> tuple[tuple[Value, ...], list[tuple[Ref, ...]], list[_Layouts]]:
+    def values(self) -> tuple[tuple[Value, ...], list[tuple[Ref, ...]], list[Layouts]]:
         """The value classes, their members and their layouts."""
         values, roots, layouts = [], [], []
         for group, readers in self.analysis.read:
@@ -346,11 +332,11 @@ class _Builder:
         self,
         group: Sequence[Ref],
         readers: Readers,
-    ) -> tuple[Value, _Layouts] | None:
+    ) -> tuple[Value, Layouts] | None:
         root = group[0]
         node = self.graph.by_name[root.node]
         producer = self._class_of(root.node)
-        layouts = _Layouts(node.outputs[root.index])
+        layouts = Layouts(node.outputs[root.index])
         entry, _ = self.places[producer]
         gives = tuple(layouts.number(s.outputs[root.index]) for s in self._strategies_of(producer))
         forward: list[Need] = []
@@ -421,7 +407,7 @@ class _Builder:
         own = self.classes[number].strategies
         return [own[choice[place]] for choice in self.entries[index].choices]
 
-    def _not_kept(self, node: Node, layouts: _Layouts) -> frozenset[int]:
+    def _not_kept(self, node: Node, layouts: Layouts) -> frozenset[int]:
         """Partial values are not kept; under ZeRO-3 no gathered parameter is."""
         found = {
             number
@@ -447,7 +433,7 @@ class _Builder:
 
     def _arcs(
         self,
-        layouts: _Layouts,
+        layouts: Layouts,
         needed: frozenset[int],
         in_time: str,
         joined: bool,
@@ -459,15 +445,15 @@ class _Builder:
         key = (layouts.kind, tuple(layouts.index), needed, in_time, joined)
         found = self.arcs_of.get(key)
         if found is None:
-            everything = _Layouts(layouts.kind, dict(layouts.index))
+            everything = Layouts(layouts.kind, dict(layouts.index))
             self._add_between(everything)
             arcs = self._all_arcs(everything, in_time, joined)
-            found = self.arcs_of[key] = _leading(everything, arcs, needed, len(layouts.index))
+            found = self.arcs_of[key] = leading(everything, arcs, needed, len(layouts.index))
         for sharding in found[0]:
             layouts.number(sharding)
         return found[1]
 
-    def _add_between(self, layouts: _Layouts) -> None:
+    def _add_between(self, layouts: Layouts) -> None:
         """Add the layouts that mix what those that are there do on every axis.
 
         An axis may also do nothing where it does several things, since it may not get from one to
@@ -489,15 +475,15 @@ class _Builder:
             for axis, own in enumerate(options):
                 if len(own) > 1 and axis != time:
                     own.add(WHOLE)
-            for mixed in itertools.product(*(sorted(own, key=_order) for own in options)):
+            for mixed in itertools.product(*(sorted(own, key=axis_order) for own in options)):
                 if is_legal(layouts.kind.shape, mixed, self.mesh, empty=True):
                     layouts.number(mixed)
 
-    def _all_arcs(self, layouts: _Layouts, in_time: str, joined: bool) -> list[Arc]:
+    def _all_arcs(self, layouts: Layouts, in_time: str, joined: bool) -> list[Arc]:
         """Everything that one member may do from layout to layout."""
         kind, arcs = layouts.kind, []
         options = [
-            sorted({s[axis] for s in layouts.index}, key=_order)
+            sorted({s[axis] for s in layouts.index}, key=axis_order)
             for axis in range(len(self.mesh.sizes))
         ]
         for before, tail in layouts.index.items():
@@ -569,7 +555,7 @@ class _Builder:
 
     # -- offload --------------------------------------------------------------------------------
 
-    def _leave(self, group: Sequence[Ref], layouts: _Layouts, surely: bool) -> Leave | None:
+    def _leave(self, group: Sequence[Ref], layouts: Layouts, surely: bool) -> Leave | None:
         """How a class of values may wait for the backward in host memory.
 
         Args:
@@ -811,89 +797,6 @@ def _joined(own: Sequence[Choices], entry: Entry) -> Choices:
     )
 
 
-def _leading(
-    layouts: _Layouts, arcs: Sequence[Arc], needed: frozenset[int], known: int
-) -> tuple[tuple[Sharding, ...], tuple[Arc, ...]]:
-    """The layouts that were known or lead to one that is needed, and the arcs between them."""
-    into: dict[int, list[int]] = {}
-    for arc in arcs:
-        into.setdefault(arc.head, []).append(arc.tail)
-    leading, waiting = set(needed), list(needed)
-    while waiting:
-        for tail in into.get(waiting.pop(), ()):
-            if tail not in leading:
-                leading.add(tail)
-                waiting.append(tail)
-    kept = [
-        (sharding, number)
-        for sharding, number in layouts.index.items()
-        if number < known or number in leading
-    ]
-    now = {number: place for place, (_, number) in enumerate(kept)}
-    left = (arc for arc in arcs if arc.head in leading)
-    return (
-        tuple(sharding for sharding, _ in kept),
-        tuple(replace(arc, tail=now[arc.tail], head=now[arc.head]) for arc in left),
-    )
-
-
-def _reads_terms(strategy: Strategy, port: int) -> bool:
-    return any(isinstance(axis, Partial) for axis in strategy.operands[port])
-
-
-def _order(axis: AxisSharding) -> tuple[int, ...]:
-    if isinstance(axis, Split):
-        return (1, axis.dim, axis.outer, axis.block, *axis.shares)
-    return (0,) if axis == WHOLE else (2,)
-
-
-def plain_shardings(
-    shape: Sequence[int],
-    mesh: Mesh,
-    *,
-    dims: Iterable[int],
-    axes: Sequence[bool] | None = None,
-    shares: bool = False,
-) -> tuple[Sharding, ...]:
-    """Shardings that torch's plain ``Shard`` can express: contiguous, nested in mesh order.
-
-    Args:
-        shape: Of the value.
-        mesh: The mesh.
-        dims: Which dims may be split.
-        axes: Which axes may split them; None for all.
-        shares: Whether ranks take their shares of the mesh instead of equal parts.
-    """
-    dims = tuple(dims)
-    found: list[Sharding] = []
-    options = [
-        (None,) if axis == mesh.time_axis else (None, *dims) for axis in range(len(mesh.sizes))
-    ]
-    for chosen in itertools.product(*options):
-        if axes is not None and any(
-            dim is not None and not allowed for dim, allowed in zip(chosen, axes, strict=True)
-        ):
-            continue
-        sharding: list[AxisSharding] = []
-        rows: dict[int, tuple[int, int]] = {}
-        fits = True
-        for axis, (dim, ranks) in enumerate(zip(chosen, mesh.sizes, strict=True)):
-            if dim is None or ranks == 1:
-                sharding.append(WHOLE)
-                fits = fits and dim is None
-                continue
-            own = mesh.shares_of(axis) if shares else ()
-            parts = sum(own) or ranks
-            outer, length = rows.get(dim, (1, shape[dim]))
-            fits = fits and length > 0 and (not (own or dim in rows) or length % parts == 0)
-            block = -(-length // parts)
-            sharding.append(Split(dim, outer, block, own))
-            rows[dim] = (outer * parts, 0 if length % parts else block)
-        if fits:
-            found.append(tuple(sharding))
-    return tuple(dict.fromkeys(found))
-
-
 def has_host_memory(device: Device) -> bool:
     """Whether what leaves a device's memory for its host's frees any."""
     return not device.unified_memory and device.host_memory_bytes > 0
@@ -993,116 +896,3 @@ def _chosen(solution: Solution, index: int) -> list[int]:
     """What the members of a node choose."""
     shares = solution.choice_shares.get(index, ((solution.choice[index], 1.0),))
     return [choice for choice, _ in shares]
-
-
-def decode(built: Built, analysis: Analysis, solution: Solution) -> StagePlan:
-    """The stage that a solution stands for."""
-    picked: dict[str, Strategy] = {}
-    states: set[str] = set()
-    for index, (entry, choice) in enumerate(zip(built.entries, solution.choice, strict=True)):
-        shares = solution.choice_shares.get(index, ((choice, 1.0),))
-        leanest = built.problem.nodes[index].resident_bytes
-        for number, place in zip(entry.classes, range(len(entry.classes)), strict=True):
-            members = built.classes[number].members
-            chosen_by = dealt(shares, leanest, len(members))
-            for name, chosen in zip(members, chosen_by, strict=True):
-                picked[name] = built.classes[number].strategies[entry.choices[chosen][place]]
-            for chosen, share in solution.state_shares.get(index, ()):
-                own = [n for n, c in zip(members, chosen_by, strict=True) if c == chosen]
-                states.update(own[: math.ceil(share * len(members) - 1e-6)])
-    recomputed = {
-        name
-        for names, share in zip(built.reruns, solution.rerun_shares, strict=True)
-        for name in names[: math.ceil(share * len(names) - 1e-6)]
-    }
-    kept: dict[str, tuple[Sharding, ...]] = {}
-    offloaded: set[str] = set()
-    for index, (group, layouts) in enumerate(zip(built.roots, built.layouts, strict=True)):
-        layout = solution.kept[index]
-        if layout is None:
-            continue
-        shares = solution.kept_shares.get(index, ((layout, 1.0),))
-        leanest = built.problem.values[index].kept_bytes
-        left = [ref for ref in group if ref.node not in recomputed]
-        for ref, chosen in zip(left, dealt(shares, leanest, len(left)), strict=True):
-            kept[str(ref)] = (layouts[chosen],)
-        order = [ref for ref in built.builder.leave_order(group) if ref in left]
-        for chosen, share in solution.away_shares.get(index, ()):
-            own = [str(ref) for ref in order if kept[str(ref)] == (layouts[chosen],)]
-            offloaded.update(own[: math.ceil(share * len(group) - 1e-6)])
-    added_up: dict[str, Sharding] = {}
-    for index, shares in solution.added_shares.items():
-        group, layouts = built.roots[index], built.layouts[index]
-        leanest = built.problem.values[index].kept_bytes
-        for ref, chosen in zip(group, dealt(shares, leanest, len(group)), strict=True):
-            added_up[str(ref)] = layouts[chosen]
-    graph = analysis.graph
-    used = _used(built, analysis, picked)
-    parameters, inputs, nodes = [], {}, []
-    for node in graph.nodes:
-        if node.op == PARAMETER:
-            parameters.append(
-                ParameterPlan(
-                    name=node.target,
-                    type=node.outputs[0],
-                    stored=picked[node.name].outputs[0],
-                    used=used.get(node.name, ()),
-                    trainable=node.target in graph.gradients,
-                    state_on_host=node.name in states and node.target in graph.gradients,
-                )
-            )
-        elif node.op == INPUT:
-            inputs[node.target] = picked[node.name].outputs[0]
-        elif node.name in picked and node.op not in SOURCE_OPS:
-            strategy = picked[node.name]
-            nodes.append(
-                NodePlan(name=node.name, operands=strategy.operands, outputs=strategy.outputs)
-            )
-    return StagePlan(
-        mesh=built.mesh,
-        inputs=inputs,
-        parameters=tuple(parameters),
-        nodes=tuple(nodes),
-        kept=kept,
-        recomputed=tuple(node.name for node in graph.nodes if node.name in recomputed),
-        offloaded=tuple(value for value in kept if value in offloaded),
-        added_up=added_up,
-    )
-
-
-def dealt(shares: Shares, size: Sequence[float], count: int) -> list[int]:
-    """What each of ``count`` members chooses, in order: the leanest first, rounded up.
-
-    Args:
-        shares: Choices and their shares.
-        size: Bytes of every choice.
-        count: Number of members.
-    """
-    found: list[int] = []
-    for choice, share in sorted(shares, key=lambda item: size[item[0]]):
-        found += [choice] * math.ceil(share * count - 1e-6)
-    return found[:count] + found[-1:] * (count - len(found))
-
-
-def _used(
-    built: Built, analysis: Analysis, picked: Mapping[str, Strategy]
-) -> Mapping[str, tuple[Sharding, ...]]:
-    """Shardings in which nodes read each parameter."""
-    found: dict[str, dict[Sharding, None]] = {}
-    rules, sizes = analysis.rules, built.mesh.sizes
-    for node in analysis.graph.nodes:
-        if node.op in SOURCE_OPS or node.name not in picked or node.name in analysis.casts:
-            continue
-        for ref, sharding in zip(node.operands, picked[node.name].operands, strict=True):
-            alias = analysis.root(ref)
-            owner = analysis.owner(alias.root)
-            if owner.op != PARAMETER:
-                continue
-            at_root = through(
-                sharding,
-                tuple(reversed(alias.chain)),
-                lambda name, s: rules[name].carry_back(s, sizes),
-            )
-            assert at_root is not None, text(sharding)
-            found.setdefault(owner.name, {})[at_root] = None
-    return {name: tuple(shardings) for name, shardings in found.items()}

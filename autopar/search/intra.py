@@ -35,73 +35,16 @@ until memory binds. Solved by HiGHS through MathOpt with one thread, so every ru
 
 from __future__ import annotations
 
-import datetime
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
-from ortools.math_opt import model_pb2, result_pb2, solution_pb2
-from ortools.math_opt.core.python import solver
-from ortools.math_opt.python import mathopt
-from ortools.math_opt.solvers import highs_pb2
-from pybind11_abseil.status import StatusNotOk
 
+from autopar.search.branch import GAP, SHARE, Columns, search, taken
+from autopar.search.linear import IntegerProgram, Outcome, run
 from autopar.search.problem import Arc, Moment, Problem, Shares, Solution, Value
-
-GAP = 1e-4
-"""Relative gap at which the solver may stop."""
-
-SHARE = 1e-6
-"""Least share of a class that counts as a choice."""
-
-
-@dataclass(slots=True)
-class _Program:
-    """Columns and rows as growing arrays."""
-
-    cost: list[float] = field(default_factory=list)
-    integer: list[bool] = field(default_factory=list)
-    upper: list[float] = field(default_factory=list)
-    lower: list[float] = field(default_factory=list)
-    low: list[float] = field(default_factory=list)
-    high: list[float] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
-    cols: list[int] = field(default_factory=list)
-    coefs: list[float] = field(default_factory=list)
-
-    def columns(self, costs: list[float], *, integer: bool = False, upper: float = 1.0) -> range:
-        start = len(self.cost)
-        self.cost += costs
-        self.integer += [integer] * len(costs)
-        self.upper += [upper] * len(costs)
-        self.lower += [0.0] * len(costs)
-        return range(start, len(self.cost))
-
-    def row(self, low: float, high: float, terms: list[tuple[int, float]]) -> int:
-        index = len(self.low)
-        self.low.append(low)
-        self.high.append(high)
-        for column, coefficient in terms:
-            self.rows.append(index)
-            self.cols.append(column)
-            self.coefs.append(coefficient)
-        return index
-
-
-@dataclass(slots=True)
-class _Columns:
-    """Where the variables of a problem lie."""
-
-    pick: list[range] = field(default_factory=list)
-    again: list[range] = field(default_factory=list)
-    keep: list[range | None] = field(default_factory=list)
-    remade: list[range | None] = field(default_factory=list)
-    extra: list[range | None] = field(default_factory=list)
-    away: list[range | None] = field(default_factory=list)
-    states: list[range | None] = field(default_factory=list)
-    added_up: dict[int, list[tuple[int, Arc]]] = field(default_factory=dict)
 
 
 def solve(problem: Problem, *, time_limit_s: float = 60.0, gap: float = GAP) -> Solution:
@@ -113,210 +56,14 @@ def solve(problem: Problem, *, time_limit_s: float = 60.0, gap: float = GAP) -> 
         gap: Relative gap at which it may stop.
     """
     start = time.perf_counter()
-    program, columns = _Program(), _Columns()
+    program, columns = IntegerProgram(), Columns()
     _add_all(program, problem, columns)
     _add_memory(program, problem, columns)
-    outcome = _search(program, columns, start + time_limit_s, gap)
+    outcome = search(program, columns, start + time_limit_s, gap)
     return _solution(problem, columns, program, outcome, time.perf_counter() - start)
 
 
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    """What was found.
-
-    Attributes:
-        status: As of `Solution`.
-        values: Of every column; empty if nothing was found.
-        objective: In milliseconds; ``bound`` the proven least.
-    """
-
-    status: str
-    values: NDArray[np.float64]
-    objective: float = float("inf")
-    bound: float = 0.0
-
-
-_NOTHING = np.zeros(0)
-_NOTHING_FOUND = _Outcome("time_limited", _NOTHING)
-DIVE_GAP = 3e-3
-"""Relative gap at which a rounded relaxation is good enough not to branch."""
-
-BRANCHING_S = 10.0
-"""Seconds that branching may take where rounding is not good enough."""
-
-HALF = 0.5
-"""Share of a class from which rounding has it run again."""
-
-
-def _search(program: _Program, columns: _Columns, deadline: float, gap: float) -> _Outcome:
-    """Solve the relaxation; round it where it is fractional; branch where rounding costs."""
-    relaxed = _run(program, deadline, gap, relaxed=True)
-    kept = (keep for keep in (*columns.keep, *columns.away, *columns.states) if keep is not None)
-    groups = [*columns.pick, *kept]
-    if gap < GAP:
-        groups += columns.again
-    if relaxed.status != "optimal" or not _fractional(program, groups, relaxed.values):
-        return relaxed
-    rounded = _dive(program, columns, relaxed, deadline, gap)
-    close = rounded.objective - relaxed.bound <= max(gap, DIVE_GAP) * rounded.objective
-    if close and gap >= GAP:
-        return rounded
-    until = deadline if gap < GAP else min(deadline, time.perf_counter() + BRANCHING_S)
-    asked = gap if gap < GAP else DIVE_GAP
-    branched = _run(program, until, asked, relaxed=False)
-    best = min(branched, rounded, key=lambda outcome: outcome.objective)
-    bound = max(branched.bound, relaxed.bound)
-    if not len(best.values):
-        return branched
-    closed = best.objective - bound <= gap * best.objective
-    proven = closed or (branched.status == "optimal" and asked <= gap)
-    status = "optimal" if proven else "feasible"
-    return replace(best, status=status, bound=min(bound, best.objective))
-
-
-def _fractional(
-    program: _Program, groups: Sequence[range], values: NDArray[np.float64]
-) -> list[int]:
-    """Indices of groups of columns that must be whole numbers and are not."""
-    found = []
-    for index, group in enumerate(groups):
-        if program.integer[group.start]:
-            amounts = values[group.start : group.stop]
-            if np.any((amounts > SHARE) & (amounts < 1 - SHARE)):
-                found.append(index)
-    return found
-
-
-def _dive(
-    program: _Program, columns: _Columns, relaxed: _Outcome, deadline: float, gap: float
-) -> _Outcome:
-    """Fix the fractional groups at their largest share, solving in between.
-
-    Choices of nodes come first, then what is kept: a value that is kept by less than half runs
-    again, one that is kept by more does not. What is away in part is away, since that holds less.
-    """
-    fixed = replace(program, upper=list(program.upper), lower=list(program.lower))
-    now = relaxed
-    kept = [
-        (keep, again)
-        for keep, again in zip(columns.keep, columns.remade, strict=True)
-        if keep is not None
-    ]
-    away = [own for own in (*columns.away, *columns.states) if own is not None]
-    while True:
-        if time.perf_counter() > deadline:
-            return _Outcome("time_limited", _NOTHING)
-        if broken := _fractional(fixed, columns.pick, now.values):
-            for index in broken:
-                _fix_largest(fixed, columns.pick[index], now.values)
-        elif broken := _fractional(fixed, [keep for keep, _ in kept], now.values):
-            for index in broken:
-                keep, again = kept[index]
-                if again is not None and _taken(now.values, keep).sum() < HALF:
-                    _bar(fixed, keep)
-                    continue
-                _fix_largest(fixed, keep, now.values)
-                if again is not None:
-                    _bar(fixed, again)
-        elif broken := _fractional(fixed, away, now.values):
-            for index in broken:
-                chosen = int(np.argmax(_taken(now.values, away[index])))
-                fixed.lower[away[index][chosen]] = 1.0
-        else:
-            return replace(now, bound=relaxed.bound, status="feasible")
-        now = _run(fixed, deadline, gap, relaxed=True)
-        if not len(now.values):
-            return now
-
-
-def _fix_largest(fixed: _Program, group: range, values: NDArray[np.float64]) -> None:
-    """Leave only the column of a group that has the largest share."""
-    chosen = int(np.argmax(_taken(values, group)))
-    for place, column in enumerate(group):
-        if place != chosen:
-            fixed.upper[column] = 0.0
-
-
-def _bar(fixed: _Program, group: range) -> None:
-    for column in group:
-        fixed.upper[column] = 0.0
-
-
-_WANTED = mathopt.ModelSolveParameters(
-    variable_values_filter=mathopt.VariableFilter(skip_zero_values=True),
-    dual_values_filter=mathopt.LinearConstraintFilter(filtered_items=[]),
-    reduced_costs_filter=mathopt.VariableFilter(filtered_items=[]),
-).to_proto()
-"""Of a result only the values that are not zero are read; the rest would be copied for nothing."""
-
-_BRANCHING = {"parallel": "off"}
-_ALONE = {"parallel": "off", "presolve": "off"}
-"""Options of the solver. A relaxation is solved faster than it is presolved."""
-
-_PROVEN = (
-    result_pb2.TERMINATION_REASON_INFEASIBLE,
-    result_pb2.TERMINATION_REASON_INFEASIBLE_OR_UNBOUNDED,
-)
-
-
-def _run(program: _Program, deadline: float, gap: float, *, relaxed: bool) -> _Outcome:
-    """Hand a program, or its relaxation, to the solver.
-
-    Without presolve the solver now and then gives up, or calls a program infeasible that is not:
-    only what it finds is believed then.
-    """
-    found = _NOTHING_FOUND
-    for options in (_ALONE, _BRANCHING) if relaxed else (_BRANCHING,):
-        found = _run_with(options, program, deadline, gap, relaxed=relaxed)
-        if len(found.values):
-            break
-    return found
-
-
-def _run_with(
-    options: Mapping[str, str], program: _Program, deadline: float, gap: float, *, relaxed: bool
-) -> _Outcome:
-    """Run the solver once.
-
-    The records of MathOpt go in and out as they are: its objects would be made of every column and
-    of a basis that nobody reads.
-    """
-    parameters = mathopt.SolveParameters(
-        time_limit=datetime.timedelta(seconds=max(deadline - time.perf_counter(), 1.0)),
-        relative_gap_tolerance=gap,
-        highs=highs_pb2.HighsOptionsProto(string_options=options),
-    )
-    try:
-        result = solver.solve(
-            _proto(program, relaxed=relaxed),
-            mathopt.SolverType.HIGHS.value,
-            mathopt.StreamableSolverInitArguments().to_proto(),
-            parameters.to_proto(),
-            _WANTED,
-            None,
-            mathopt.CallbackRegistration().to_proto(),
-            None,
-            None,
-        )
-    except StatusNotOk:
-        # The solver gave up without saying why.
-        return _NOTHING_FOUND
-    reason = result.termination.reason
-    found = result.solutions[0].primal_solution if result.solutions else None
-    if found is None or found.feasibility_status != solution_pb2.SOLUTION_STATUS_FEASIBLE:
-        return _Outcome("infeasible" if reason in _PROVEN else "time_limited", _NOTHING)
-    values = np.zeros(len(program.cost))
-    values[np.asarray(found.variable_values.ids, dtype=np.int64)] = found.variable_values.values
-    optimal = reason == result_pb2.TERMINATION_REASON_OPTIMAL
-    return _Outcome(
-        "optimal" if optimal else "feasible",
-        values,
-        found.objective_value,
-        result.termination.objective_bounds.dual_bound,
-    )
-
-
-def _add_all(program: _Program, problem: Problem, columns: _Columns) -> None:
+def _add_all(program: IntegerProgram, problem: Problem, columns: Columns) -> None:
     """Everything but memory."""
     _add_choices(program, problem, columns)
     _add_reruns(program, problem, columns)
@@ -327,7 +74,7 @@ def _add_all(program: _Program, problem: Problem, columns: _Columns) -> None:
     _add_link(program, problem, columns)
 
 
-def _add_choices(program: _Program, problem: Problem, columns: _Columns) -> None:
+def _add_choices(program: IntegerProgram, problem: Problem, columns: Columns) -> None:
     """(1)"""
     for node in problem.nodes:
         integer = len(node.seconds) > 1 and not node.divisible
@@ -336,7 +83,7 @@ def _add_choices(program: _Program, problem: Problem, columns: _Columns) -> None
         columns.pick.append(own)
 
 
-def _add_reruns(program: _Program, problem: Problem, columns: _Columns) -> None:
+def _add_reruns(program: IntegerProgram, problem: Problem, columns: Columns) -> None:
     """(7)"""
     for rerun in problem.reruns:
         own = program.columns(list(rerun.seconds), integer=rerun.count == 1)
@@ -347,7 +94,7 @@ def _add_reruns(program: _Program, problem: Problem, columns: _Columns) -> None:
         columns.again.append(own)
 
 
-def _add_keeps(program: _Program, problem: Problem, columns: _Columns) -> None:
+def _add_keeps(program: IntegerProgram, problem: Problem, columns: Columns) -> None:
     """(2) and (5)"""
     for value in problem.values:
         again = None if value.rerun is None else columns.again[value.rerun]
@@ -380,7 +127,7 @@ def _add_keeps(program: _Program, problem: Problem, columns: _Columns) -> None:
         columns.extra.append(extra)
 
 
-def _add_away(program: _Program, problem: Problem, columns: _Columns) -> None:
+def _add_away(program: IntegerProgram, problem: Problem, columns: Columns) -> None:
     """(11)"""
     for value, keep in zip(problem.values, columns.keep, strict=True):
         leave = value.leave
@@ -396,7 +143,7 @@ def _add_away(program: _Program, problem: Problem, columns: _Columns) -> None:
         columns.away.append(own)
 
 
-def _add_states(program: _Program, problem: Problem, columns: _Columns) -> None:
+def _add_states(program: IntegerProgram, problem: Problem, columns: Columns) -> None:
     """(14)"""
     for node, pick in zip(problem.nodes, columns.pick, strict=True):
         if problem.link is None or not any(node.state_bytes):
@@ -411,7 +158,7 @@ def _add_states(program: _Program, problem: Problem, columns: _Columns) -> None:
         columns.states.append(own)
 
 
-def _add_link(program: _Program, problem: Problem, columns: _Columns) -> None:
+def _add_link(program: IntegerProgram, problem: Problem, columns: Columns) -> None:
     """(12) and (13)"""
     leaving = [
         (value, value.leave, own)
@@ -458,12 +205,12 @@ def _add_link(program: _Program, problem: Problem, columns: _Columns) -> None:
     program.row(-np.inf, 1.0, held)
 
 
-def _giving(value: Value, columns: _Columns, layout: int) -> list[int]:
+def _giving(value: Value, columns: Columns, layout: int) -> list[int]:
     pick = columns.pick[value.producer]
     return [pick[c] for c, given in enumerate(value.gives) if given == layout]
 
 
-def _add_flows(program: _Program, problem: Problem, columns: _Columns) -> None:
+def _add_flows(program: IntegerProgram, problem: Problem, columns: Columns) -> None:
     """(3) and (4)"""
     for number, (value, keep) in enumerate(zip(problem.values, columns.keep, strict=True)):
         added_up = columns.added_up.setdefault(number, [])
@@ -488,7 +235,7 @@ def _add_flows(program: _Program, problem: Problem, columns: _Columns) -> None:
         _add_phase(program, value, there, exact, _again(program, value, columns), added_up)
 
 
-def _again(program: _Program, value: Value, columns: _Columns) -> list[_Terms]:
+def _again(program: IntegerProgram, value: Value, columns: Columns) -> list[_Terms]:
     """What the classes that read the value need of it when they run again, as one demand.
 
     Where several read it in the same layout, it is there for all of them.
@@ -522,7 +269,7 @@ def _demand(value: Value, pick: range, layouts: Sequence[int]) -> _Terms:
 
 
 def _add_phase(
-    program: _Program,
+    program: IntegerProgram,
     value: Value,
     made: _Terms,
     exact: list[_Terms],
@@ -557,7 +304,7 @@ def _add_phase(
 
 
 def _add_flow(
-    program: _Program, value: Value, made: _Terms, demand: _Terms, flow: range, spare: float
+    program: IntegerProgram, value: Value, made: _Terms, demand: _Terms, flow: range, spare: float
 ) -> None:
     terms: list[list[tuple[int, float]]] = [[] for _ in range(value.num_layouts)]
     for arc, column in zip(value.arcs, flow, strict=True):
@@ -597,13 +344,13 @@ def moment_of(problem: Problem, memory_bytes: Sequence[float]) -> str:
 
 def least_bytes(problem: Problem, *, time_limit_s: float = 60.0) -> Least:
     """Least of the largest memory sum that any choice needs, by the relaxation: none needs less."""
-    program, columns = _Program(), _Columns()
+    program, columns = IntegerProgram(), Columns()
     _add_all(program, problem, columns)
     program.cost = [0.0] * len(program.cost)
     (most,) = program.columns([1e-3], upper=float("inf"))
     none = replace(problem, memory_limit_bytes=problem.fixed_bytes)
     _add_memory(program, none, columns, most)
-    outcome = _run(program, time.perf_counter() + time_limit_s, GAP, relaxed=True)
+    outcome = run(program, time.perf_counter() + time_limit_s, GAP, relaxed=True)
     if not len(outcome.values):
         return Least(float("inf"))
     sums = _memory(none, columns, outcome.values)
@@ -665,7 +412,7 @@ def _unit(problem: Problem) -> float:
 
 
 def _add_memory(
-    program: _Program, problem: Problem, columns: _Columns, most: int | None = None
+    program: IntegerProgram, problem: Problem, columns: Columns, most: int | None = None
 ) -> None:
     """(6), in parts of the limit so that the solver's tolerances fit.
 
@@ -710,7 +457,7 @@ def _add_memory(
 
 
 def _add_moment(
-    program: _Program, problem: Problem, columns: _Columns, moment: Moment
+    program: IntegerProgram, problem: Problem, columns: Columns, moment: Moment
 ) -> list[tuple[int, float]]:
     """(8) to (10): what is held at a moment beside what is resident, in the same unit."""
     unit = _unit(problem)
@@ -758,35 +505,11 @@ def _add_moment(
     return terms
 
 
-def _proto(program: _Program, *, relaxed: bool) -> model_pb2.ModelProto:
-    proto = model_pb2.ModelProto()
-    num = len(program.cost)
-    proto.variables.ids.extend(range(num))
-    proto.variables.lower_bounds.extend(program.lower)
-    proto.variables.upper_bounds.extend(program.upper)
-    proto.variables.integers.extend([False] * num if relaxed else program.integer)
-    costs = np.asarray(program.cost)
-    (nonzero,) = np.nonzero(costs)
-    proto.objective.linear_coefficients.ids.extend(nonzero.tolist())
-    # In milliseconds: seconds of single ops fall under the solver's tolerances.
-    proto.objective.linear_coefficients.values.extend((costs[nonzero] * 1e3).tolist())
-    proto.linear_constraints.ids.extend(range(len(program.low)))
-    proto.linear_constraints.lower_bounds.extend(program.low)
-    proto.linear_constraints.upper_bounds.extend(program.high)
-    rows, cols = np.asarray(program.rows), np.asarray(program.cols)
-    order = np.lexsort((cols, rows))
-    proto.linear_constraint_matrix.row_ids.extend(rows[order].tolist())
-    proto.linear_constraint_matrix.column_ids.extend(cols[order].tolist())
-    coefficients = np.asarray(program.coefs)[order]
-    proto.linear_constraint_matrix.coefficients.extend(coefficients.tolist())
-    return proto
-
-
 def _solution(
     problem: Problem,
-    columns: _Columns,
-    program: _Program,
-    outcome: _Outcome,
+    columns: Columns,
+    program: IntegerProgram,
+    outcome: Outcome,
     seconds: float,
 ) -> Solution:
     num_variables, num_constraints = len(program.cost), len(program.low)
@@ -833,13 +556,13 @@ def _shares(found: NDArray[np.float64], groups: Sequence[range | None]) -> dict[
     return shares
 
 
-def _added_up(columns: _Columns) -> Iterator[tuple[int, float]]:
+def _added_up(columns: Columns) -> Iterator[tuple[int, float]]:
     """Columns of what is added up in the loop, and the bytes that each holds."""
     for own in columns.added_up.values():
         yield from ((column, arc.held_bytes) for column, arc in own)
 
 
-def _added_shares(found: NDArray[np.float64], columns: _Columns) -> dict[int, Shares]:
+def _added_shares(found: NDArray[np.float64], columns: Columns) -> dict[int, Shares]:
     shares: dict[int, Shares] = {}
     for index, own in columns.added_up.items():
         used = [(arc.head, float(found[column])) for column, arc in own if found[column] > SHARE]
@@ -854,15 +577,11 @@ def _away_shares(found: NDArray[np.float64], groups: Sequence[range | None]) -> 
     for index, own in enumerate(groups):
         if own is None:
             continue
-        amounts = _taken(found, own)
+        amounts = taken(found, own)
         if amounts.sum() > SHARE:
             (used,) = np.nonzero(amounts > SHARE)
             shares[index] = tuple((int(n), float(amounts[n])) for n in used)
     return shares
-
-
-def _taken(found: NDArray[np.float64], columns: range) -> NDArray[np.float64]:
-    return found[columns.start : columns.stop]
 
 
 def _kept(found: NDArray[np.float64], keep: range | None) -> int | None:
@@ -872,7 +591,7 @@ def _kept(found: NDArray[np.float64], keep: range | None) -> int | None:
     return int(np.argmax(found[keep.start : keep.stop]))
 
 
-def _memory(problem: Problem, columns: _Columns, found: NDArray[np.float64]) -> tuple[float, ...]:
+def _memory(problem: Problem, columns: Columns, found: NDArray[np.float64]) -> tuple[float, ...]:
     """The memory sums, in bytes."""
     resident = problem.fixed_bytes
     gradients = []
@@ -880,12 +599,12 @@ def _memory(problem: Problem, columns: _Columns, found: NDArray[np.float64]) -> 
         amounts = found[pick.start : pick.stop]
         resident += float(amounts @ np.asarray(node.resident_bytes))
         if away is not None:
-            resident -= float(_taken(found, away) @ np.asarray(node.state_bytes))
+            resident -= float(taken(found, away) @ np.asarray(node.state_bytes))
         gradients.append(float(amounts @ np.asarray(node.gradient_bytes)))
     saved, gone = [], []
     for value, keep, away in zip(problem.values, columns.keep, columns.away, strict=True):
         sizes = np.asarray(value.kept_bytes)
-        gone.append(0.0 if away is None else float(_taken(found, away) @ sizes))
+        gone.append(0.0 if away is None else float(taken(found, away) @ sizes))
         amounts = np.zeros(value.num_layouts)
         if keep is not None:
             amounts = found[keep.start : keep.stop]
@@ -899,7 +618,7 @@ def _memory(problem: Problem, columns: _Columns, found: NDArray[np.float64]) -> 
         sum(share * (saved[number] - gone[number]) for number, share in moment.kept)
         + sum(share * gone[number] for number, share in moment.back)
         + sum(share * gradients[number] for number, share in moment.gradients)
-        + sum(float(_taken(found, columns.pick[n]) @ np.asarray(s)) for n, s in moment.passing)
+        + sum(float(taken(found, columns.pick[n]) @ np.asarray(s)) for n, s in moment.passing)
         + _remade_bytes(problem, columns, found, moment)
         for moment in problem.moments
     )
@@ -908,7 +627,7 @@ def _memory(problem: Problem, columns: _Columns, found: NDArray[np.float64]) -> 
 
 
 def _remade_bytes(
-    problem: Problem, columns: _Columns, found: NDArray[np.float64], moment: Moment
+    problem: Problem, columns: Columns, found: NDArray[np.float64], moment: Moment
 ) -> float:
     """What is held of what ran again by a moment."""
     again = [found[a.start : a.stop] for a in columns.again]

@@ -233,8 +233,8 @@ class Solution:
     """What a solver found.
 
     Attributes:
-        status: ``optimal``, ``feasible``, ``infeasible`` (proven) or ``time_limited`` (nothing
-            found in time).
+        status: ``optimal``, ``feasible``, ``infeasible`` (proven) or ``time_limited`` (the
+            clock ended it, with or without a choice).
         choice: Choice of every node.
         kept: Layout kept of every value that crosses into the backward, else None.
         choice_shares: Of divisible nodes whose members choose differently, what they choose;

@@ -35,7 +35,7 @@ class Case:
         config: Stem of a file in ``examples/configs``.
         nodes: Of 8 devices.
         batch: Sequences of the global batch; ``seq`` tokens each.
-        allowed_s: What issue and design ask for, capture in and imports out.
+        allowed_s: What it may take, capture in and imports out.
     """
 
     config: str

@@ -10,7 +10,8 @@ from autopar.ir.graph import SOURCE_OPS, Phase
 from autopar.ir.sharding import Mesh
 from autopar.plan.records import StagePlan
 from autopar.search.analysis import Analysis
-from autopar.search.build import StateBytes, build_problem, decode
+from autopar.search.build import StateBytes, build_problem
+from autopar.search.decode import decode
 from autopar.search.intra import solve
 from autopar.search.problem import Problem
 from autopar.search.restrict import Restrictions

@@ -13,7 +13,8 @@ from autopar.ir.sharding import Mesh
 from autopar.lower.program import ACCUMULATE, MICROBATCH, Section
 from autopar.search.analysis import analyse
 from autopar.search.build import Built as BuiltProblem
-from autopar.search.build import StateBytes, build_problem, decode
+from autopar.search.build import StateBytes, build_problem
+from autopar.search.decode import decode
 from autopar.search.intra import solve
 from autopar.search.restrict import Restrictions
 from cost_models.cluster import Cluster

@@ -18,7 +18,8 @@ from autopar.runtime.loop import build
 from autopar.runtime.measure import LiveBytes
 from autopar.runtime.module import AxisGroup
 from autopar.search.analysis import analyse
-from autopar.search.build import StateBytes, build_problem, decode
+from autopar.search.build import StateBytes, build_problem
+from autopar.search.decode import decode
 from autopar.search.intra import solve
 from autopar.search.restrict import Restrictions
 from cost_models.cluster import Cluster

@@ -1,0 +1,138 @@
+"""From a solution of the intra-op program back to the plan of a stage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from autopar.ir.alias import through
+from autopar.ir.graph import (
+    INPUT,
+    PARAMETER,
+    SOURCE_OPS,
+)
+from autopar.ir.sharding import (
+    Sharding,
+    text,
+)
+from autopar.plan.records import NodePlan, ParameterPlan, StagePlan
+from autopar.rules.strategies import Strategy
+from autopar.search.analysis import Analysis
+from autopar.search.build import Built
+from autopar.search.problem import (
+    Shares,
+    Solution,
+)
+
+
+def decode(built: Built, analysis: Analysis, solution: Solution) -> StagePlan:
+    """The stage that a solution stands for."""
+    picked: dict[str, Strategy] = {}
+    states: set[str] = set()
+    for index, (entry, choice) in enumerate(zip(built.entries, solution.choice, strict=True)):
+        shares = solution.choice_shares.get(index, ((choice, 1.0),))
+        leanest = built.problem.nodes[index].resident_bytes
+        for number, place in zip(entry.classes, range(len(entry.classes)), strict=True):
+            members = built.classes[number].members
+            chosen_by = dealt(shares, leanest, len(members))
+            for name, chosen in zip(members, chosen_by, strict=True):
+                picked[name] = built.classes[number].strategies[entry.choices[chosen][place]]
+            for chosen, share in solution.state_shares.get(index, ()):
+                own = [n for n, c in zip(members, chosen_by, strict=True) if c == chosen]
+                states.update(own[: math.ceil(share * len(members) - 1e-6)])
+    recomputed = {
+        name
+        for names, share in zip(built.reruns, solution.rerun_shares, strict=True)
+        for name in names[: math.ceil(share * len(names) - 1e-6)]
+    }
+    kept: dict[str, tuple[Sharding, ...]] = {}
+    offloaded: set[str] = set()
+    for index, (group, layouts) in enumerate(zip(built.roots, built.layouts, strict=True)):
+        layout = solution.kept[index]
+        if layout is None:
+            continue
+        shares = solution.kept_shares.get(index, ((layout, 1.0),))
+        leanest = built.problem.values[index].kept_bytes
+        left = [ref for ref in group if ref.node not in recomputed]
+        for ref, chosen in zip(left, dealt(shares, leanest, len(left)), strict=True):
+            kept[str(ref)] = (layouts[chosen],)
+        order = [ref for ref in built.builder.leave_order(group) if ref in left]
+        for chosen, share in solution.away_shares.get(index, ()):
+            own = [str(ref) for ref in order if kept[str(ref)] == (layouts[chosen],)]
+            offloaded.update(own[: math.ceil(share * len(group) - 1e-6)])
+    added_up: dict[str, Sharding] = {}
+    for index, shares in solution.added_shares.items():
+        group, layouts = built.roots[index], built.layouts[index]
+        leanest = built.problem.values[index].kept_bytes
+        for ref, chosen in zip(group, dealt(shares, leanest, len(group)), strict=True):
+            added_up[str(ref)] = layouts[chosen]
+    graph = analysis.graph
+    used = _used(built, analysis, picked)
+    parameters, inputs, nodes = [], {}, []
+    for node in graph.nodes:
+        if node.op == PARAMETER:
+            parameters.append(
+                ParameterPlan(
+                    name=node.target,
+                    type=node.outputs[0],
+                    stored=picked[node.name].outputs[0],
+                    used=used.get(node.name, ()),
+                    trainable=node.target in graph.gradients,
+                    state_on_host=node.name in states and node.target in graph.gradients,
+                )
+            )
+        elif node.op == INPUT:
+            inputs[node.target] = picked[node.name].outputs[0]
+        elif node.name in picked and node.op not in SOURCE_OPS:
+            strategy = picked[node.name]
+            nodes.append(
+                NodePlan(name=node.name, operands=strategy.operands, outputs=strategy.outputs)
+            )
+    return StagePlan(
+        mesh=built.mesh,
+        inputs=inputs,
+        parameters=tuple(parameters),
+        nodes=tuple(nodes),
+        kept=kept,
+        recomputed=tuple(node.name for node in graph.nodes if node.name in recomputed),
+        offloaded=tuple(value for value in kept if value in offloaded),
+        added_up=added_up,
+    )
+
+
+def dealt(shares: Shares, size: Sequence[float], count: int) -> list[int]:
+    """What each of ``count`` members chooses, in order: the leanest first, rounded up.
+
+    Args:
+        shares: Choices and their shares.
+        size: Bytes of every choice.
+        count: Number of members.
+    """
+    found: list[int] = []
+    for choice, share in sorted(shares, key=lambda item: size[item[0]]):
+        found += [choice] * math.ceil(share * count - 1e-6)
+    return found[:count] + found[-1:] * (count - len(found))
+
+
+def _used(
+    built: Built, analysis: Analysis, picked: Mapping[str, Strategy]
+) -> Mapping[str, tuple[Sharding, ...]]:
+    """Shardings in which nodes read each parameter."""
+    found: dict[str, dict[Sharding, None]] = {}
+    rules, sizes = analysis.rules, built.mesh.sizes
+    for node in analysis.graph.nodes:
+        if node.op in SOURCE_OPS or node.name not in picked or node.name in analysis.casts:
+            continue
+        for ref, sharding in zip(node.operands, picked[node.name].operands, strict=True):
+            alias = analysis.root(ref)
+            owner = analysis.owner(alias.root)
+            if owner.op != PARAMETER:
+                continue
+            at_root = through(
+                sharding,
+                tuple(reversed(alias.chain)),
+                lambda name, s: rules[name].carry_back(s, sizes),
+            )
+            assert at_root is not None, text(sharding)
+            found.setdefault(owner.name, {})[at_root] = None
+    return {name: tuple(shardings) for name, shardings in found.items()}
