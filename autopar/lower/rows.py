@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from autopar.lower.program import Section
 from autopar.lower.unroll import Row, Turn
@@ -50,19 +50,31 @@ def memory_turns(row: Row) -> tuple[Turn, ...]:
     count = 0
     while (count := count + 1 + count // 4) < microbatches:
         some = tuple(turn for turn in row if turn.microbatch < count)
-        found = _most_held(some)
-        if all(
-            any(_covers(one, state) for one in found.get(turns, ()))
-            for turns, states in wanted.items()
-            for state in states
-        ):
+        if _all_covered(wanted, _most_held(some)):
             return some
     return tuple(row)
+
+
+def holds_no_more(row: Row, other: Row) -> bool:
+    """Whether the same program holds no more in a row than in another one, as `memory_turns`."""
+    return _all_covered(_most_held(row), _most_held(other))
+
+
+def _all_covered(wanted: _Held, found: _Held) -> bool:
+    """Whether every state of a kind of turn has one of the same kind that holds no less."""
+    return all(
+        any(_covers(one, state) for one in found.get(turns, ()))
+        for turns, states in wanted.items()
+        for state in states
+    )
 
 
 _State = Counter[tuple[int, Section]]
 """Microbatches by chunk and the last section they ran; for the epilogue how many parts of a
 backward have begun their sums."""
+
+_Held = Mapping[tuple[object, ...], Sequence[_State]]
+"""For every kind of turn and next turn, states in front of it."""
 
 
 def _most_held(row: Row) -> dict[tuple[object, ...], list[_State]]:

@@ -18,9 +18,10 @@ from autopar.lower.unroll import in_order, unroll
 from autopar.options import OptimizerSpec
 from autopar.plan.records import Memory, StagePlan
 from autopar.planner.lanes import Lanes, MeshSearch, shared_s, slowest
-from autopar.planner.pipeline import Kind, Lane, StageResult, cut, evaluate_pipeline
+from autopar.planner.pipeline import Kind, Lane, cut
 from autopar.planner.request import Candidate, Request
 from autopar.planner.shorten import Short, shorten
+from autopar.planner.staged import StageResult, lower_pipeline
 from autopar.planner.update import states_on_host, update_of
 from autopar.search.analysis import Analysis
 from autopar.search.build import Built
@@ -148,16 +149,10 @@ def evaluate_stages(
 ) -> tuple[Candidate, Mapping[MeshSearch, int]]:
     """Cut solutions into stages and simulate them under a schedule; most bytes of every kind."""
     layout = search.layout
-    made = {
-        own: Kind(decode(built, analysis, solution), own.cost)
-        for own, (built, solution) in solved.items()
-    }
-    lanes = [
-        Lane(made[own], first)
-        for own, first in zip(search.searches, search.first_ranks, strict=True)
-    ]
+    lanes = lanes_of(analysis, search, solved)
     pipeline = cut(analysis, lanes, layout, request.settled_plan)
-    result = evaluate_pipeline(analysis, lanes, pipeline, layout, request.cluster)
+    lowered = lower_pipeline(analysis, lanes, pipeline, layout, request.cluster)
+    result = lowered.under(layout)
     away = states_on_host(*pipeline.stages)
     memories, updates = [], []
     for stage in result.stages:
@@ -197,6 +192,20 @@ def evaluate_stages(
         ),
     )
     return candidate, used
+
+
+def lanes_of(
+    analysis: Analysis, search: Lanes, solved: Mapping[MeshSearch, tuple[Built, Solution]]
+) -> tuple[Lane, ...]:
+    """The ranks of every stage with the plan of the whole step on its mesh."""
+    made = {
+        own: Kind(decode(built, analysis, solution), own.cost)
+        for own, (built, solution) in solved.items()
+    }
+    return tuple(
+        Lane(made[own], first)
+        for own, first in zip(search.searches, search.first_ranks, strict=True)
+    )
 
 
 def _whole_step(stage: StageResult, microbatches: int) -> Simulation:

@@ -1,9 +1,7 @@
-"""Pipelines: plans of the whole step cut into stages, and what their schedule takes.
+"""Pipelines: plans of the whole step, cut into stages.
 
-The step is planned over the mesh of every stage (once for stages that are alike), its forward is
-cut where the chunks take equally long, each on its own devices, and little crosses, and every
-chunk's program is simulated section by section; the schedule's timeline gives the step, and the
-loop written out in the order of a stage's row gives its memory.
+The step is planned over the mesh of every stage (once for stages that are alike), and its forward
+is cut where the chunks take equally long, each on its own devices, and little crosses.
 """
 
 from __future__ import annotations
@@ -14,23 +12,12 @@ from itertools import pairwise
 
 from autopar.cost.node import NodeCost
 from autopar.errors import HintError, UnsupportedError
-from autopar.ir.graph import DTYPE_BYTES, PARAMETER, Ref
-from autopar.lower.chunks import lower_chunks, on_one_rank
-from autopar.lower.overlap import overlap
-from autopar.lower.program import Message, Program, ProgramInput, Section
-from autopar.lower.rows import memory_turns, turns_of
-from autopar.lower.simulate import Simulation, prices, simulate
-from autopar.lower.spmd import Crossing
-from autopar.lower.unroll import unroll, with_refs
+from autopar.ir.graph import PARAMETER, Ref
 from autopar.plan.records import Plan, StagePlan
 from autopar.planner.cuts import CutHint, least_starts
-from autopar.schedules.makespan import ChunkTime
-from autopar.schedules.makespan import simulate as simulate_schedule
 from autopar.schedules.table import Size, schedule_named
 from autopar.search.analysis import Analysis
 from autopar.search.stages import Pipeline, balanced_cuts, bounded_cuts, forward_order, split_lanes
-from cost_models.cluster import Cluster
-from cost_models.collectives import collective_s, pair_link
 
 SLACK = 0.02
 """Of the longest stage: what a cut may cost for fewer bytes to cross."""
@@ -96,36 +83,6 @@ class Lane:
 
     kind: Kind
     first_rank: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageResult:
-    """What one stage of a pipeline takes.
-
-    Attributes:
-        cost: What prices it.
-        program: Of its first rank, with all its chunks.
-        sections: Simulation of every section of every chunk, for one microbatch.
-        peak: Simulation of the written-out loop, for its memory.
-    """
-
-    cost: NodeCost
-    program: Program
-    sections: Mapping[tuple[Section, int], Simulation]
-    peak: Simulation
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineResult:
-    """What a pipeline takes.
-
-    Attributes:
-        seconds: Of the step, without the update.
-        stages: Of every stage.
-    """
-
-    seconds: float
-    stages: tuple[StageResult, ...]
 
 
 def cut(
@@ -301,147 +258,3 @@ def _crossing_bytes(analysis: Analysis, order: Sequence[str]) -> list[int]:
             for position in range(place[root.node] + 1, until + 1):
                 found[position] += analysis.graph.type_of(root).num_bytes
     return found
-
-
-def evaluate_pipeline(
-    analysis: Analysis,
-    lanes: Sequence[Lane],
-    pipeline: Pipeline,
-    layout: Layout,
-    cluster: Cluster,
-) -> PipelineResult:
-    """Lower and simulate every stage under a schedule.
-
-    Args:
-        analysis: The step.
-        lanes: The ranks of every stage.
-        pipeline: The chunks.
-        layout: Stages, chunks and schedule.
-        cluster: For the links between stages.
-    """
-    spec = schedule_named(layout.schedule)
-    microbatches = pipeline.stages[0].mesh.microbatches
-    rows = spec.generate(layout.num_stages, layout.num_chunks, microbatches)
-    turns = turns_of(layout.schedule, layout.num_stages, layout.num_chunks, microbatches)
-    crossing = Crossing(
-        transfers=pipeline.transfers,
-        meshes=tuple(stage.mesh for stage in pipeline.stages),
-        splits_backward=spec.splits_backward,
-    )
-    results = []
-    by_chunk: dict[int, tuple[Program, Mapping[Section, Simulation]]] = {}
-    for stage, row in enumerate(turns):
-        held = {n: pipeline.stages[n] for n, own in enumerate(layout.lanes) if own == stage}
-        cost = lanes[stage].kind.cost
-        priced = prices(cost.device, cost.collective_s)
-        programs = lower_chunks(
-            analysis.graph,
-            analysis.rules,
-            held,
-            cost.mesh.fullest,
-            cost.collective_s,
-            crossing,
-        )
-        for number, program in zip(sorted(held), programs, strict=True):
-            ready = overlap(program, priced)
-            sections = {s: simulate(section_program(ready, s), priced) for s in Section}
-            by_chunk[number] = ready, sections
-        together = ready
-        if len(programs) > 1:
-            together = on_one_rank(analysis.graph, programs, held, priced)
-        results.append(
-            StageResult(
-                cost=cost,
-                program=together,
-                sections={(s, n): by_chunk[n][1][s] for n in held for s in Section},
-                peak=simulate(unroll(together, memory_turns(row)), priced),
-            )
-        )
-    chunks = [by_chunk[number] for number in range(len(by_chunk))]
-    first = [lanes[stage].first_rank for stage in layout.lanes]
-    programs_of = [program for program, _ in chunks]
-    sends = [
-        collective_s(
-            "send", _border_bytes(programs_of, at), pair_link(cluster, *first[at : at + 2])
-        )
-        for at in range(len(chunks) - 1)
-    ]
-    times = [_chunk_time(sections) for _, sections in chunks]
-    timeline = simulate_schedule(rows, times, sends)
-    outside = (Section.PROLOGUE, Section.EPILOGUE)
-    around = max(
-        sum(own.seconds for (section, _), own in r.sections.items() if section in outside)
-        for r in results
-    )
-    return PipelineResult(seconds=timeline.makespan_s + around, stages=tuple(results))
-
-
-def _chunk_time(sections: Mapping[Section, Simulation]) -> ChunkTime:
-    """Seconds of a chunk for one microbatch."""
-    weight_s = sections[Section.WEIGHT_GRADIENT].seconds
-    return ChunkTime(
-        forward_s=sections[Section.FORWARD].seconds,
-        backward_s=sections[Section.BACKWARD].seconds + weight_s,
-        weight_s=weight_s,
-    )
-
-
-def _border_bytes(programs: Sequence[Program], chunk: int) -> int:
-    """Most bytes that a rank sends, or gets, from a chunk to the next one for one microbatch.
-
-    Args:
-        programs: Of the first rank of every chunk.
-        chunk: Before the border.
-    """
-    return max(
-        _moved_bytes(programs[chunk].sends, chunk + 1),
-        _moved_bytes(programs[chunk + 1].receives, chunk),
-    )
-
-
-def _moved_bytes(messages: Sequence[Message], peer: int) -> int:
-    return sum(
-        part.num_elements * DTYPE_BYTES[m.local_type.dtype]
-        for m in messages
-        if m.peer == peer and m.section is Section.FORWARD
-        for part in m.parts
-    )
-
-
-def section_program(program: Program, section: Section) -> Program:
-    """One section as a program of its own; what it reads of others enters it."""
-    chosen = tuple(i for i in program.instructions if i.section is section)
-    made = {Ref(i.name, n): kind for i in program.instructions for n, kind in enumerate(i.outputs)}
-    made |= {m.ref: m.local_type for m in program.receives}
-    own = {i.name for i in chosen}
-    entered = {Ref(item.name) for item in program.inputs}
-    extra: dict[Ref, ProgramInput] = {}
-    rename: dict[Ref, Ref] = {}
-    for instruction in chosen:
-        for ref in instruction.operands:
-            if ref.node in own or ref in entered or ref in extra:
-                continue
-            name = f"{ref.node}#{ref.index}"
-            kind = made[ref]
-            rename[ref] = Ref(name)
-            extra[ref] = ProgramInput(
-                name=name,
-                kind="between",
-                target=name,
-                global_type=kind,
-                sharding=(),
-                local_type=kind,
-            )
-    renamed = tuple(with_refs(i, rename) for i in chosen)
-    return replace(
-        program,
-        inputs=(*program.inputs, *extra.values()),
-        instructions=renamed,
-        loss=None,
-        aux=(),
-        gradients={},
-        mutations={},
-        sends=(),
-        receives=(),
-        microbatches=1,
-    )

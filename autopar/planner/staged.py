@@ -1,0 +1,291 @@
+"""Pipelines lowered: what their chunks take, and what a schedule makes of them.
+
+Every chunk's program is simulated section by section; the schedule's timeline gives the step, and
+the loop written out in the order of a stage's row gives its memory. Stages that are alike are
+lowered once. Schedules of the same chunks on the same ranks have the same programs, so that one
+lowering serves for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from autopar.cost.node import NodeCost
+from autopar.ir.graph import DTYPE_BYTES, Ref
+from autopar.lower.chunks import lower_chunks, on_one_rank
+from autopar.lower.overlap import overlap
+from autopar.lower.program import Message, Program, ProgramInput, Section
+from autopar.lower.rows import holds_no_more, memory_turns, turns_of
+from autopar.lower.simulate import Prices, Simulation, prices, simulate
+from autopar.lower.spmd import Crossing
+from autopar.lower.unroll import Row, unroll, with_refs
+from autopar.plan.records import StagePlan
+from autopar.planner.alike import texts
+from autopar.planner.pipeline import Lane, Layout
+from autopar.schedules.makespan import ChunkTime
+from autopar.schedules.makespan import simulate as simulate_schedule
+from autopar.schedules.table import schedule_named
+from autopar.search.analysis import Analysis
+from autopar.search.stages import Pipeline
+from cost_models.cluster import Cluster
+from cost_models.collectives import collective_s, pair_link
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """One chunk of a stage, lowered.
+
+    Attributes:
+        number: In the pipeline it was lowered for.
+        program: Of the first rank.
+        sections: Simulation of every section, for one microbatch.
+    """
+
+    number: int
+    program: Program
+    sections: Mapping[Section, Simulation]
+
+    @property
+    def time(self) -> ChunkTime:
+        """Seconds for one microbatch."""
+        weight_s = self.sections[Section.WEIGHT_GRADIENT].seconds
+        return ChunkTime(
+            forward_s=self.sections[Section.FORWARD].seconds,
+            backward_s=self.sections[Section.BACKWARD].seconds + weight_s,
+            weight_s=weight_s,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoweredStage:
+    """One stage, or several that are alike.
+
+    Attributes:
+        cost: What prices it.
+        chunks: In their order.
+        together: The program of its first rank with all of them.
+        priced: What its programs take.
+        peaks: Rows that were written out, and what they hold.
+    """
+
+    cost: NodeCost
+    chunks: tuple[Chunk, ...]
+    together: Program
+    priced: Prices
+    peaks: list[tuple[Row, Simulation]] = field(default_factory=list)
+
+    def peak(self, row: Row) -> Simulation:
+        """The written-out loop of a row, or of one that holds no less, for its memory.
+
+        Args:
+            row: Its turns, with the numbers of `chunks`.
+        """
+        for known, simulation in self.peaks:
+            if holds_no_more(row, known):
+                return simulation
+        found = simulate(unroll(self.together, memory_turns(row)), self.priced)
+        self.peaks.append((row, found))
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageResult:
+    """What one stage of a pipeline takes.
+
+    Attributes:
+        cost: What prices it.
+        program: Of its first rank, with all its chunks.
+        sections: Simulation of every section of every chunk, for one microbatch.
+        peak: Simulation of the written-out loop, for its memory.
+    """
+
+    cost: NodeCost
+    program: Program
+    sections: Mapping[tuple[Section, int], Simulation]
+    peak: Simulation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineResult:
+    """What a pipeline takes.
+
+    Attributes:
+        seconds: Of the step, without the update.
+        stages: Of every stage.
+    """
+
+    seconds: float
+    stages: tuple[StageResult, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoweredPipeline:
+    """All stages of a pipeline, lowered.
+
+    Attributes:
+        layout: What they were lowered for.
+        microbatches: Of the step.
+        stages: Every stage.
+        chunks: Every chunk of the model, in order; alike ones are one.
+        sends_s: Seconds of a message behind every chunk but the last.
+        around_s: Seconds before and behind the loop, of the stage that takes longest.
+    """
+
+    layout: Layout
+    microbatches: int
+    stages: tuple[LoweredStage, ...]
+    chunks: tuple[Chunk, ...]
+    sends_s: tuple[float, ...]
+    around_s: float
+
+    def step_s(self, layout: Layout) -> float:
+        """Seconds of the step without the update, under a schedule of the same chunks."""
+        spec = schedule_named(layout.schedule)
+        rows = spec.generate(layout.num_stages, layout.num_chunks, self.microbatches)
+        times = [chunk.time for chunk in self.chunks]
+        return simulate_schedule(rows, times, self.sends_s).makespan_s + self.around_s
+
+    def under(self, layout: Layout) -> PipelineResult:
+        """What it takes under a schedule that has the same chunks on the same stages."""
+        assert layout.lanes == self.layout.lanes, (layout, self.layout)
+        turns = turns_of(layout.schedule, layout.num_stages, layout.num_chunks, self.microbatches)
+        results = []
+        for number, (stage, row) in enumerate(zip(self.stages, turns, strict=True)):
+            held = [n for n, own in enumerate(layout.lanes) if own == number]
+            place = {n: chunk.number for n, chunk in zip(held, stage.chunks, strict=True)}
+            sections = {(s, n): self.chunks[n].sections[s] for n in held for s in Section}
+            peak = stage.peak([turn._replace(chunk=place[turn.chunk]) for turn in row])
+            results.append(
+                StageResult(cost=stage.cost, program=stage.together, sections=sections, peak=peak)
+            )
+        return PipelineResult(seconds=self.step_s(layout), stages=tuple(results))
+
+
+def lower_pipeline(
+    analysis: Analysis,
+    lanes: Sequence[Lane],
+    pipeline: Pipeline,
+    layout: Layout,
+    cluster: Cluster,
+) -> LoweredPipeline:
+    """Lower every stage of a pipeline and simulate its sections.
+
+    Args:
+        analysis: The step.
+        lanes: The ranks of every stage.
+        pipeline: The chunks.
+        layout: Stages, chunks and schedule.
+        cluster: For the links between stages.
+    """
+    crossing = Crossing(
+        transfers=pipeline.transfers,
+        meshes=tuple(stage.mesh for stage in pipeline.stages),
+        splits_backward=schedule_named(layout.schedule).splits_backward,
+    )
+    known: dict[Hashable, LoweredStage] = {}
+    stages: list[LoweredStage] = []
+    chunks: dict[int, Chunk] = {}
+    for number, text in enumerate(texts(analysis, pipeline, layout.lanes)):
+        held = {n: pipeline.stages[n] for n, own in enumerate(layout.lanes) if own == number}
+        kind = lanes[number].kind
+        if (kind, text) not in known:
+            known[kind, text] = _lower_stage(analysis, held, kind.cost, crossing)
+        stages.append(known[kind, text])
+        chunks.update(zip(held, stages[-1].chunks, strict=True))
+    ordered = tuple(chunks[n] for n in range(len(chunks)))
+    first = [lanes[stage].first_rank for stage in layout.lanes]
+    sends_s = tuple(
+        collective_s(
+            "send", _border_bytes(*ordered[at : at + 2]), pair_link(cluster, *first[at : at + 2])
+        )
+        for at in range(len(ordered) - 1)
+    )
+    outside = (Section.PROLOGUE, Section.EPILOGUE)
+    around_s = max(
+        sum(chunk.sections[section].seconds for chunk in stage.chunks for section in outside)
+        for stage in stages
+    )
+    return LoweredPipeline(
+        layout=layout,
+        microbatches=pipeline.stages[0].mesh.microbatches,
+        stages=tuple(stages),
+        chunks=ordered,
+        sends_s=sends_s,
+        around_s=around_s,
+    )
+
+
+def _lower_stage(
+    analysis: Analysis, held: Mapping[int, StagePlan], cost: NodeCost, crossing: Crossing
+) -> LoweredStage:
+    """Lower the chunks of one stage."""
+    priced = prices(cost.device, cost.collective_s)
+    programs = lower_chunks(
+        analysis.graph, analysis.rules, held, cost.mesh.fullest, cost.collective_s, crossing
+    )
+    chunks = []
+    for number, program in zip(sorted(held), programs, strict=True):
+        ready = overlap(program, priced)
+        sections = {s: simulate(section_program(ready, s), priced) for s in Section}
+        chunks.append(Chunk(number=number, program=ready, sections=sections))
+    together = chunks[0].program
+    if len(chunks) > 1:
+        together = on_one_rank(analysis.graph, programs, held, priced)
+    return LoweredStage(cost=cost, chunks=tuple(chunks), together=together, priced=priced)
+
+
+def _border_bytes(before: Chunk, behind: Chunk) -> int:
+    """Most bytes that a rank sends, or gets, between two chunks for one microbatch."""
+    return max(
+        _moved_bytes(before.program.sends, before.number + 1),
+        _moved_bytes(behind.program.receives, behind.number - 1),
+    )
+
+
+def _moved_bytes(messages: Sequence[Message], peer: int) -> int:
+    return sum(
+        part.num_elements * DTYPE_BYTES[m.local_type.dtype]
+        for m in messages
+        if m.peer == peer and m.section is Section.FORWARD
+        for part in m.parts
+    )
+
+
+def section_program(program: Program, section: Section) -> Program:
+    """One section as a program of its own; what it reads of others enters it."""
+    chosen = tuple(i for i in program.instructions if i.section is section)
+    made = {Ref(i.name, n): kind for i in program.instructions for n, kind in enumerate(i.outputs)}
+    made |= {m.ref: m.local_type for m in program.receives}
+    own = {i.name for i in chosen}
+    entered = {Ref(item.name) for item in program.inputs}
+    extra: dict[Ref, ProgramInput] = {}
+    rename: dict[Ref, Ref] = {}
+    for instruction in chosen:
+        for ref in instruction.operands:
+            if ref.node in own or ref in entered or ref in extra:
+                continue
+            name = f"{ref.node}#{ref.index}"
+            kind = made[ref]
+            rename[ref] = Ref(name)
+            extra[ref] = ProgramInput(
+                name=name,
+                kind="between",
+                target=name,
+                global_type=kind,
+                sharding=(),
+                local_type=kind,
+            )
+    renamed = tuple(with_refs(i, rename) for i in chosen)
+    return replace(
+        program,
+        inputs=(*program.inputs, *extra.values()),
+        instructions=renamed,
+        loss=None,
+        aux=(),
+        gradients={},
+        mutations={},
+        sends=(),
+        receives=(),
+        microbatches=1,
+    )
