@@ -397,6 +397,7 @@ class _Compiler:
             groups=groups,
             coordinates=coordinates,
             device=self.session.device,
+            on_host={p.name for chunk in chunks for p in chunk.parameters if p.on_host},
             init=self.job.init,
             seed=seed,
         )

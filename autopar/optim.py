@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from autopar.runtime.host import Copies, host_zeros
-from autopar.runtime.optimizer import has_host_state
+from autopar.runtime.host import Copies, computes_on, host_zeros, settle
+from autopar.runtime.optimizer import has_host_state, is_at_home
 
 BUCKET_ELEMENTS = 1 << 24
 """Elements whose state is on the device at once; two such buckets are under way together."""
@@ -20,25 +20,45 @@ BUCKET_ELEMENTS = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class _Slice:
-    """Elements of a parameter: as they are on the device, and their state in host memory."""
+    """Elements of a parameter, their gradient and their state.
+
+    Attributes:
+        parameter: Where the parameter lies; ``gradient`` lies there too.
+        moments: Of the state.
+        step: Steps so far.
+        at_home: Whether parameter and gradient are in host memory, as the moments are.
+    """
 
     parameter: Tensor
     gradient: Tensor
     moments: tuple[Tensor, Tensor]
     step: Tensor
+    at_home: bool = False
 
-    def with_moments(self, first: Tensor, second: Tensor) -> _Slice:
-        """The same with its moments on the device, and a count of steps of its own."""
-        return _Slice(self.parameter, self.gradient, (first, second), self.step.clone())
+    @property
+    def away(self) -> tuple[Tensor, ...]:
+        """What is brought to the device for an update."""
+        return (*self.moments, self.parameter, self.gradient) if self.at_home else self.moments
+
+    @property
+    def changed(self) -> tuple[Tensor, ...]:
+        """The part of it that the update changes."""
+        return self.away[:3]
+
+    def brought(self, here: Sequence[Tensor]) -> _Slice:
+        """The same with ``away`` on the device, and a count of steps of its own."""
+        first, second, *rest = here
+        parameter, gradient = rest or (self.parameter, self.gradient)
+        return _Slice(parameter, gradient, (first, second), self.step.clone(), self.at_home)
 
 
 class AdamW(torch.optim.AdamW):
     """torch's AdamW, with the state of some parameters in host memory.
 
-    The plan says of which parameters; of others it is on the device. Parameters and gradients stay
-    where they are. What is in host memory is updated in buckets: two moments of a bucket come to
-    the device while the bucket before is updated and the one before that goes back. Every element
-    is computed as torch's AdamW does. State dicts are those of torch's AdamW.
+    The plan says of which parameters; of others it is on the device. What is in host memory is
+    updated in buckets: two moments of a bucket (and the parameter and its gradient, if their home
+    is there) come to the device while the bucket before is updated and the one before that goes
+    back. Every element is computed as torch's AdamW does. State dicts are those of torch's AdamW.
     """
 
     updates_from_host = True
@@ -84,9 +104,10 @@ class AdamW(torch.optim.AdamW):
             here = [_whole(p, self.state[p]) for p in stepped if not has_host_state(p)]
             if here:
                 _update(group, here)
-            away = [_whole(p, self.state[p]) for p in stepped if has_host_state(p)]
-            if away:
-                self._update_away(group, _buckets(away, self.bucket_elements))
+            away = [p for p in stepped if has_host_state(p)]
+            for device, own in _by_device(away).items():
+                items = [_whole(p, self.state[p]) for p in own]
+                self._update_away(group, _buckets(items, self.bucket_elements), device)
         return loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -99,7 +120,7 @@ class AdamW(torch.optim.AdamW):
                 if isinstance(parameter, DTensor) and not isinstance(state[name], DTensor):
                     found["state"][number] = state = {
                         **state,
-                        name: _like(parameter, state[name].to(parameter.device)),
+                        name: _like(parameter, state[name].to(computes_on(parameter))),
                     }
         return found
 
@@ -125,14 +146,15 @@ class AdamW(torch.optim.AdamW):
             else:
                 state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
-    def _update_away(self, group: dict[str, Any], buckets: Sequence[Sequence[_Slice]]) -> None:
+    def _update_away(
+        self, group: dict[str, Any], buckets: Sequence[Sequence[_Slice]], device: torch.device
+    ) -> None:
         """Update buckets, each beside the copies of its neighbours: two are here at a time."""
-        device = buckets[0][0].parameter.device
         copies = self._copies.setdefault(device, Copies(device))
         coming = _fetched(copies, buckets[0])
         leaving: list[Tensor] = []
         for number, bucket in enumerate(buckets):
-            here = [item.with_moments(copies.wait(m), copies.wait(v)) for item, m, v in coming]
+            here = [item.brought([copies.wait(value) for value in own]) for item, own in coming]
             coming = []
             while leaving:
                 copies.wait(leaving.pop())
@@ -140,11 +162,13 @@ class AdamW(torch.optim.AdamW):
                 coming = _fetched(copies, buckets[number + 1])
             _update(group, here)
             for item, now in zip(bucket, here, strict=True):
-                for room, moment in zip(item.moments, now.moments, strict=True):
-                    leaving.append(copies.to_host(moment, room))
-            del here, now, moment
+                for room, value in zip(item.changed, now.changed, strict=True):
+                    leaving.append(copies.to_host(value, room))
+            del here, now, value
         while leaving:
             copies.wait(leaving.pop())
+        if any(item.at_home for bucket in buckets for item in bucket):
+            settle(device)
         for step in {id(s.step): s.step for bucket in buckets for s in bucket}.values():
             step += 1
 
@@ -152,19 +176,25 @@ class AdamW(torch.optim.AdamW):
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def _fetched(copies: Copies, bucket: Sequence[_Slice]) -> list[tuple[_Slice, Tensor, Tensor]]:
-    """The moments of a bucket on their way to the device."""
-    return [
-        (item, copies.to_device(item.moments[0]), copies.to_device(item.moments[1]))
-        for item in bucket
-    ]
+def _by_device(parameters: Iterable[Tensor]) -> dict[torch.device, list[Tensor]]:
+    """Parameters by the device that computes with them."""
+    found: dict[torch.device, list[Tensor]] = {}
+    for parameter in parameters:
+        found.setdefault(computes_on(parameter), []).append(parameter)
+    return found
+
+
+def _fetched(copies: Copies, bucket: Sequence[_Slice]) -> list[tuple[_Slice, list[Tensor]]]:
+    """What of a bucket is in host memory, on its way to the device."""
+    return [(item, [copies.to_device(value) for value in item.away]) for item in bucket]
 
 
 def _whole(parameter: Tensor, state: dict[str, Any]) -> _Slice:
     """All of a parameter on this rank."""
     assert parameter.grad is not None
     first, second = (_local(state[name]) for name in MOMENTS)
-    return _Slice(_local(parameter), _local(parameter.grad), (first, second), state["step"])
+    own, gradient = _local(parameter), _local(parameter.grad)
+    return _Slice(own, gradient, (first, second), state["step"], is_at_home(parameter))
 
 
 def _buckets(items: Sequence[_Slice], num_elements: int) -> list[list[_Slice]]:
@@ -180,7 +210,8 @@ def _buckets(items: Sequence[_Slice], num_elements: int) -> list[list[_Slice]]:
                 buckets.append([])
                 room = num_elements
             own = slice(start, start + room)
-            piece = _Slice(parameter[own], gradient[own], (first[own], second[own]), item.step)
+            moments = (first[own], second[own])
+            piece = _Slice(parameter[own], gradient[own], moments, item.step, item.at_home)
             buckets[-1].append(piece)
             room -= piece.parameter.numel()
             start += piece.parameter.numel()
@@ -209,8 +240,9 @@ def _update(group: dict[str, Any], items: Sequence[_Slice]) -> None:
 
 def _on_host(parameter: Tensor) -> Tensor:
     """Zeros in host memory in the place of a parameter: a DTensor where one can lie there."""
-    zeros = host_zeros(_local(parameter))
-    return _like(parameter, zeros) if parameter.device.type == "cpu" else zeros
+    device = computes_on(parameter)
+    zeros = host_zeros(_local(parameter), device)
+    return _like(parameter, zeros) if device.type == "cpu" else zeros
 
 
 def _like(parameter: Tensor, local: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ def spread_copies(program: Program, seconds: Mapping[str, float]) -> Program:
         seconds: Of kernels and copies by name. Without them, every copy is waited for where it
             starts.
     """
-    mover = _Mover(program.instructions, seconds)
+    mover = _Mover(program, seconds)
     return replace(program, instructions=tuple(mover.run()))
 
 
@@ -45,7 +45,11 @@ class _Mover:
         before: What goes in front of each of ``rest``, in order.
     """
 
-    def __init__(self, instructions: Sequence[Instruction], seconds: Mapping[str, float]) -> None:
+    def __init__(self, program: Program, seconds: Mapping[str, float]) -> None:
+        instructions = program.instructions
+        # Without a loop and stages, what is behind the backward runs as soon as it can.
+        alone = program.microbatches == 1 and not (program.sends or program.receives)
+        self.beside = {Section.EPILOGUE: (Section.BACKWARD, Section.EPILOGUE)} if alone else {}
         self.seconds = seconds
         copies = {i.name: i for i in instructions if i.op in (TO_HOST, TO_DEVICE)}
         waits = [i for i in instructions if i.op == WAIT and i.operands[0].node in copies]
@@ -82,9 +86,12 @@ class _Mover:
 
     def _clock(self, part: _Part) -> tuple[int, int, list[float]]:
         """First and last place of a section, and when each instruction starts in it."""
-        first, last = self.span[part]
+        sections = self.beside.get(part[0], (part[0],))
+        spans = [self.span[s, part[1]] for s in sections if (s, part[1]) in self.span]
+        first = min((first for first, _ in spans), default=len(self.rest))
+        last = max((last for _, last in spans), default=len(self.rest))
         own = (
-            self.seconds.get(i.name, 0.0) if (i.section, i.chunk) == part else 0.0
+            self.seconds.get(i.name, 0.0) if i.section in sections and i.chunk == part[1] else 0.0
             for i in self.rest
         )
         return first, last, list(accumulate(own, initial=0.0))

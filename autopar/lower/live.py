@@ -16,7 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.ir.graph import Phase, Ref, TensorType
-from autopar.lower.program import ALL_REDUCE, COLLECTIVES, COPIES, TO_HOST, WAIT, Program
+from autopar.lower.program import (
+    ALL_REDUCE,
+    COLLECTIVES,
+    COPIES,
+    TO_DEVICE,
+    TO_HOST,
+    WAIT,
+    Instruction,
+    Program,
+)
 from autopar.lower.strides import Strides, dense, result_strides, view_strides
 
 
@@ -82,6 +91,7 @@ class _Walk:
             self.owner[ref] = ref
             self.types[ref] = kind
             self.strides[ref] = dense(kind.shape)
+        self.on_host |= {Ref(item.name) for item in program.inputs if item.on_host}
 
     def step(self, at: int) -> None:
         instruction = self.instructions[at]
@@ -111,12 +121,18 @@ class _Walk:
             self.owner[ref] = ref
             self.num_bytes[ref] = kind.num_bytes
             self.made[ref] = self.last[ref] = at
-            if instruction.op == TO_HOST:
+            if instruction.op == TO_HOST or self._reads_host(instruction):
                 self.on_host.add(ref)
         if strides is None:
             read = [(self.types[ref].shape, self.strides[ref]) for ref in operands]
             for index, found in enumerate(result_strides(instruction, read)):
                 self.strides[Ref(instruction.name, index)] = found
+
+    def _reads_host(self, instruction: Instruction) -> bool:
+        """Whether it works on what is in host memory, so that it does so there."""
+        if instruction.op == TO_DEVICE:
+            return False
+        return any(self.owner[ref] in self.on_host for ref in instruction.operands)
 
 
 DEVICE, SAVED, GRADIENTS, HOST = range(4)

@@ -16,7 +16,15 @@ from dataclasses import replace
 
 from autopar.ir.graph import Phase, Ref
 from autopar.lower.copies import spread_copies
-from autopar.lower.program import ALL_GATHER, COLLECTIVES, WAIT, Instruction, Program, Section
+from autopar.lower.program import (
+    ALL_GATHER,
+    COLLECTIVES,
+    TO_DEVICE,
+    WAIT,
+    Instruction,
+    Program,
+    Section,
+)
 from autopar.lower.simulate import Prices, seconds_of
 
 IN_FLIGHT = 2
@@ -99,7 +107,7 @@ def _gather_ahead(instructions: Sequence[Instruction]) -> Iterator[Instruction]:
 
 
 def _is_parameter_gather(instruction: Instruction, by_name: dict[str, Instruction]) -> bool:
-    """Whether it gathers what enters the program, through local ops only."""
+    """Whether it gathers what enters the program, through local ops and copies from the host."""
     if instruction.op != ALL_GATHER or instruction.purpose != "parameters":
         return False
     stack: list[Ref] = list(instruction.operands)
@@ -108,7 +116,11 @@ def _is_parameter_gather(instruction: Instruction, by_name: dict[str, Instructio
         source = by_name.get(ref.node)
         if source is None:
             continue
-        if source.op == WAIT or not _moves_only(source):
+        if source.op == WAIT:
+            source = by_name[source.operands[0].node]
+            if source.op != TO_DEVICE or source.purpose != "parameters":
+                return False
+        elif not _moves_only(source):
             return False
         stack += source.operands
     return True

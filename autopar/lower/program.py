@@ -117,6 +117,7 @@ class ProgramInput:
         global_type: Type of the whole.
         sharding: How the whole lies on the mesh.
         local_type: Type of this rank's piece.
+        on_host: Whether the piece is in host memory.
     """
 
     name: str
@@ -125,6 +126,7 @@ class ProgramInput:
     global_type: TensorType
     sharding: Sharding
     local_type: TensorType
+    on_host: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

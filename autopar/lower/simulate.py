@@ -61,6 +61,9 @@ _KINDS = {
     REDUCE_SCATTER: "reduce_scatter",
     ALL_TO_ALL: "all_to_all",
 }
+ON_HOST = "in host memory"
+"""Kind of what enters from host memory, in ``Simulation.input_bytes``."""
+
 _LINKS = {TO_HOST: -1, TO_DEVICE: -2}
 """What copies have for an axis: the two directions of the host link."""
 
@@ -183,7 +186,8 @@ def simulate(program: Program, cost: Prices, repeats: Repeats = ONCE) -> Simulat
     at_peak = live[peak_at].tolist() if len(live) else (0, 0, 0, 0)
     entered: Counter[str] = Counter()
     for item, often in weights(program, repeats):
-        entered[item.kind] += often * item.local_type.num_bytes
+        kind = ON_HOST if item.on_host else item.kind
+        entered[kind] += often * item.local_type.num_bytes
     return Simulation(
         seconds=clock.now,
         forward_s=forward_s,

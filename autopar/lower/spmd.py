@@ -5,12 +5,14 @@ one its node needs, by the cheapest steps; what was made so is there for later n
 phase. From the forward into the backward a value lives only in the shardings the plan keeps. What
 the plan recomputes does not live on at all: its nodes run again before the first backward node that
 needs them, in the order of the graph, from what is kept. What it offloads is copied to host memory
-at the end of the forward, and back before the first backward node that needs it.
+at the end of the forward, and back before the first backward node that needs it. A parameter whose
+home is host memory is brought to the device in every section that reads it, as one that is split is
+gathered there; its gradient goes to the host as soon as it is reduced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -74,6 +76,7 @@ def lower(
         aliases=resolve_aliases(graph, lambda node: is_view(node, rules)),
         plans={plan.name: plan for plan in stage.nodes},
         stored={plan.name: plan.stored for plan in stage.parameters},
+        at_home=frozenset(plan.name for plan in stage.parameters if plan.on_host),
         casts=parameter_casts(graph),
         crossing=crossing,
     )
@@ -126,6 +129,7 @@ class _Lowering:
     aliases: Mapping[Ref, Alias]
     plans: Mapping[str, NodePlan]
     stored: Mapping[str, Sharding]
+    at_home: frozenset[str]
     casts: Mapping[str, str]
     crossing: Crossing
     sends: list[Message] = field(default_factory=list)
@@ -142,6 +146,7 @@ class _Lowering:
     remade: set[str] = field(default_factory=set)
     offloaded: frozenset[str] = field(init=False)
     on_host: dict[Ref, dict[Sharding, Ref]] = field(default_factory=dict)
+    homes: dict[Ref, Ref] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.recomputed = frozenset(self.stage.recomputed) & self.plans.keys()
@@ -439,11 +444,19 @@ class _Lowering:
 
     def _made_in(self, root: Ref) -> Section:
         """Section of the node that makes a value."""
+        if root in self.homes:
+            return Section.PROLOGUE
         return next(iter(self.there[root]))[0]
 
     def _visible(self, root: Ref, section: Section) -> dict[Sharding, tuple[Section, Ref]]:
         """Where a value is when an instruction of ``section`` runs."""
         found: dict[Sharding, tuple[Section, Ref]] = {}
+        if root in self.homes:
+            stays = self.stage.kept.get(str(root), ())
+            for (made, sharding), ref in self.there[root].items():
+                if made is section or (made in BEFORE and sharding in stays):
+                    found.setdefault(sharding, (made, ref))
+            return found
         gone = self._is_recomputed(root) or self._is_offloaded(root)
         kept = () if gone else self.stage.kept.get(str(root))
         for (made, sharding), ref in self.there[root].items():
@@ -462,7 +475,10 @@ class _Lowering:
             sharding = self.stage.inputs.get(node.target, sharding)
         local = TensorType(local_shape(kind.shape, sharding, self.build.coordinates), kind.dtype)
         ref = self.build.add_input(node.name, local)
-        self.there[Ref(node.name)] = {(Section.PROLOGUE, sharding): ref}
+        on_host = node.op == PARAMETER and node.target in self.at_home
+        if on_host:
+            self.homes[Ref(node.name)] = ref
+        self.there[Ref(node.name)] = {} if on_host else {(Section.PROLOGUE, sharding): ref}
         self.stored_at[Ref(node.name)] = sharding
         if node.op == PARAMETER:
             self.purposes[Ref(node.name)] = "parameters"
@@ -474,6 +490,7 @@ class _Lowering:
                 global_type=kind,
                 sharding=sharding[: len(self.stage.mesh.space.sizes)],
                 local_type=local,
+                on_host=on_host,
             )
         )
 
@@ -572,8 +589,44 @@ class _Lowering:
                 self._reduce_gradient(name)
 
     def _reduce_gradient(self, name: str) -> None:
+        ref = self.graph.gradients[name]
+        if name in self.at_home:
+            self.gradients[name] = self._delivered(name, ref)
+            return
         self._enter(name, Section.EPILOGUE)
-        self.gradients[name] = self._result(self.graph.gradients[name], self.stored[name])
+        self.gradients[name] = self._result(ref, self.stored[name])
+
+    def _delivered(self, name: str, ref: Ref) -> Ref:
+        """A gradient in host memory.
+
+        The terms of microbatches are added up there, if the plan adds them up as they are stored.
+        """
+        alias, stored = self._root(ref), self.stored[name]
+        at_root = through(stored, tuple(reversed(alias.chain)), self._back)
+        assert at_root is not None, f"{ref} cannot be read as {stored}"
+        made = self._made_in(alias.root)
+        terms = [s for when, s in self.there[alias.root] if when is made]
+        time = self.time
+        if (
+            time is None
+            or self.stage.added_up.get(str(alias.root)) != at_root
+            or not isinstance(terms[0][time], Partial)
+        ):
+            self._enter(name, Section.EPILOGUE)
+            value = self._result(ref, stored)
+            self._enter(name, Section.EPILOGUE)
+            self.build.purpose = "gradients"
+            return self.build.to_host(value)
+        self._enter(name, made)
+        _, term = self._reshard(alias.root, replaced(at_root, time, terms[0][time]), made)
+        self._enter(name, made)
+        self.build.purpose = "gradients"
+        term = self.build.to_host(term)
+        self._enter(name, Section.EPILOGUE)
+        total = self.build.accumulate(term, "sum")
+        for view, before, after in self._along(alias, at_root):
+            total = self._view(view, total, before, after)
+        return total
 
     @cached_property
     def _completes(self) -> Mapping[str, list[str]]:
@@ -594,16 +647,22 @@ class _Lowering:
         if made is Section.EPILOGUE is not section:
             raise self._needs_whole_batch(ref)
         when = section if made in LOOP else made
-        now: Sharding = at_root
-        for name in alias.chain:
-            after = self._forth(name, now)
-            assert after is not None
+        for name, before, after in self._along(alias, at_root):
             key = (Ref(name), (when, after))
             if key not in self.views:
                 self.build.section = when
-                self.views[key] = self._view(name, value, now, after)
-            value, now = self.views[key], after
+                self.views[key] = self._view(name, value, before, after)
+            value = self.views[key]
         return value
+
+    def _along(self, alias: Alias, at_root: Sharding) -> Iterator[tuple[str, Sharding, Sharding]]:
+        """Every view between a value and its root, and its shardings on both sides."""
+        before = at_root
+        for name in alias.chain:
+            after = self._forth(name, before)
+            assert after is not None
+            yield name, before, after
+            before = after
 
     def _needs_whole_batch(self, ref: Ref) -> UnsupportedError:
         reader = self.graph.by_name[self.build.origin]
@@ -652,9 +711,17 @@ class _Lowering:
         kept = self.stage.kept.get(str(root))
         is_parameter = root in self.stored_at or root.node in self.casts
         again = is_parameter and kept is not None and sharding not in kept
+        if root in self.homes:
+            again = kept is None or sharding not in kept
         if self._made_in(root) is Section.PROLOGUE and not again and self.time is not None:
             # It is made before the loop, so from what is there before the loop.
             visible = self._visible(root, Section.PROLOGUE)
+        if root in self.homes and not visible:
+            visible = self._brought(
+                root, section if again or self.time is None else Section.PROLOGUE
+            )
+            if sharding in visible:
+                return visible[sharding]
         kind = self.graph.type_of(root)
         path = self._path(root, visible, sharding)
         if path is None and section in BACKWARDS:
@@ -673,6 +740,17 @@ class _Lowering:
             self.there[root][when, step.after] = value
         self.build.lasting = False
         return visible[sharding]
+
+    def _brought(self, root: Ref, section: Section) -> dict[Sharding, tuple[Section, Ref]]:
+        """Bring a parameter from its home in host memory to the device, as it is stored."""
+        before = self.build.origin, self.build.section
+        self._enter(root.node, section)
+        self.build.purpose = "parameters"
+        ref = self.build.to_device(self.homes[root])
+        self.build.origin, self.build.section = before
+        stored = self.stored_at[root]
+        self.there[root][section, stored] = ref
+        return {stored: (section, ref)}
 
     def _path(
         self, root: Ref, starts: Iterable[Sharding], target: Sharding

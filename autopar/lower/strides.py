@@ -224,7 +224,7 @@ def result_strides(
     """
     if instruction.op in _ATTENTION:
         return _attention_strides(instruction, operands)
-    if instruction.op in COPIES:
+    if instruction.op in COPIES and instruction.purpose != "gradients":
         return [ordered_like(kind.shape, operands) for kind in instruction.outputs]
     layout = dict(instruction.kwargs).get("memory_format")
     asked = isinstance(layout, Const) and layout.value in _DENSE_FORMATS

@@ -52,6 +52,7 @@ def check(
     for stage in plan.stages:
         for parameter in stage.parameters:
             _check_stored(parameter, stage.mesh)
+            _check_home(parameter)
         _check_inputs(stage, graph)
         _check_nodes(stage, graph, views)
         _check_kept(stage, graph)
@@ -189,6 +190,14 @@ def _check_sharding(sharding: Sharding, kind: TensorType, mesh: Mesh, what: str)
                 f"{what} {sharding_text(sharding, mesh)} in blocks of {axis.block}, which does "
                 f"not fit {kind} on mesh axis {name!r} of size {size}"
             )
+
+
+def _check_home(parameter: ParameterPlan) -> None:
+    if parameter.on_host and parameter.trainable and not parameter.state_on_host:
+        raise _edited(
+            f"it keeps parameter {parameter.name!r} in host memory, but its optimizer state on the "
+            "device"
+        )
 
 
 def _check_inputs(stage: StagePlan, graph: Graph) -> None:

@@ -30,6 +30,9 @@ class ParameterPlan:
         used: Shardings in which nodes read it, in the forward then the backward.
         trainable: Whether it gets a gradient.
         state_on_host: Whether its optimizer state lies in host memory.
+        on_host: Whether its home is host memory: this rank's piece, its gradient and its state are
+            there. It is copied to the device before it is used, dropped behind its last use in the
+            phase and copied again for the next one, unless ``StagePlan.kept`` says that it stays.
     """
 
     name: str
@@ -38,6 +41,7 @@ class ParameterPlan:
     used: tuple[Sharding, ...] = ()
     trainable: bool = True
     state_on_host: bool = False
+    on_host: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +82,7 @@ class CopyPlan:
 
     Attributes:
         kind: ``to_host`` or ``to_device``.
-        purpose: ``activations``.
+        purpose: ``activations``, ``parameters`` or ``gradients``.
         count: Copies a step.
         num_bytes: Of all of them.
         predicted_s: Predicted seconds on the link, before overlap.
@@ -248,6 +252,11 @@ class StagePlan:
     recomputed: tuple[str, ...] = ()
     offloaded: tuple[str, ...] = ()
     added_up: Mapping[str, Sharding] = field(default_factory=dict)
+
+    @property
+    def copies(self) -> bool:
+        """Whether anything goes to host memory or comes from there in a step."""
+        return bool(self.offloaded) or any(parameter.on_host for parameter in self.parameters)
 
 
 @dataclass(frozen=True, kw_only=True)

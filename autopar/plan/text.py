@@ -262,9 +262,16 @@ def parameter_cells(parameter: ParameterPlan, mesh: Mesh) -> tuple[str, ...]:
     stored = sharding_text(parameter.stored, mesh)
     return (
         dims_text(parameter.type.shape),
-        f"{stored}, state on host" if parameter.state_on_host else stored,
+        f"{stored}{_home_text(parameter)}",
         words if parameter.trainable else f"{words}, frozen",
     )
+
+
+def _home_text(parameter: ParameterPlan) -> str:
+    """What of a parameter is in host memory."""
+    if parameter.on_host:
+        return ", on host"
+    return ", state on host" if parameter.state_on_host else ""
 
 
 def _values(plan: Plan, stage: StagePlan) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -11,7 +11,7 @@ from autopar.ir.sharding import Mesh
 from autopar.lower.overlap import overlap
 from autopar.lower.program import LOOP, Program
 from autopar.lower.ranks import distinct_coordinates
-from autopar.lower.simulate import CollectiveUse, Prices, Simulation, prices, simulate
+from autopar.lower.simulate import ON_HOST, CollectiveUse, Prices, Simulation, prices, simulate
 from autopar.lower.spmd import lower
 from autopar.lower.stretch import ONCE, NotPeriodicError, Repeats
 from autopar.lower.unroll import in_order, unroll
@@ -101,7 +101,7 @@ def _every_rank(
     the end with all. What goes to the host waits for what went before it, from block to block: then
     no stretch repeats.
     """
-    for beside in () if stage.offloaded else (REACH, REACH + 1):
+    for beside in () if stage.copies else (REACH, REACH + 1):
         try:
             return _ranks_of(analysis, request, cost, shorten(analysis, (stage,), beside=beside))
         except NotPeriodicError:
@@ -304,5 +304,5 @@ def predicted_memory(
         transient_bytes=transient,
         inputs_bytes=sum(entered.get(kind, 0) for kind in (INPUT, CONSTANT, KEY)),
         buffers_bytes=entered.get("buffer", 0),
-        host_bytes=simulation.host_bytes + update.host_state_bytes,
+        host_bytes=simulation.host_bytes + update.host_state_bytes + entered.get(ON_HOST, 0),
     )

@@ -93,7 +93,7 @@ def _treated(copies: Copies, stages: Sequence[StagePlan]) -> Mapping[tuple[int, 
         for plan in stage.nodes:
             decide(plan.name, (number, plan.name in again), plan.operands, plan.outputs)
         for parameter in stage.parameters:
-            where = (number, parameter.state_on_host)
+            where = (number, parameter.state_on_host, parameter.on_host)
             decide(copies.parameters[parameter.name], where, parameter.stored)
         for value, shardings in stage.kept.items():
             place = (number, value.partition(":")[2], value in away)

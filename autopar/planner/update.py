@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from autopar.cost.node import update_bytes_per_s
+from autopar.ir.graph import DTYPE_BYTES
 from autopar.lower.program import Program
 from autopar.lower.stretch import ONCE, Repeats, weights
 from autopar.options import OptimizerSpec
@@ -18,10 +19,12 @@ class Update:
     """The update on one rank.
 
     Attributes:
-        parameter_bytes: Of all parameters, frozen ones too.
-        gradient_bytes: Of all gradients.
-        state_bytes: Optimizer state on the device; ``host_state_bytes`` that in host memory.
-        scratch_bytes: Of buckets of that on the device while it is updated.
+        parameter_bytes: Of all parameters on the device, frozen ones too.
+        gradient_bytes: Of all gradients there.
+        state_bytes: Optimizer state there; ``host_state_bytes`` that in host memory.
+        scratch_bytes: Of buckets on the device while what is in host memory is updated.
+        host_parameter_bytes: Of trained parameters whose home is host memory;
+            ``host_gradient_bytes`` of their gradients.
     """
 
     parameter_bytes: int
@@ -29,17 +32,21 @@ class Update:
     state_bytes: int
     host_state_bytes: int
     scratch_bytes: int
+    host_parameter_bytes: int = 0
+    host_gradient_bytes: int = 0
 
     def seconds(self, device: Device) -> float:
         """Seconds on a device: bound by memory, and by the host link for what is in host memory.
 
-        Buckets go out while others come in; one of them has nothing beside it.
+        Buckets go out while others come in; one of them has nothing beside it. Gradients come in
+        and do not go out again.
         """
         rate = update_bytes_per_s(device)
         moved = 2 * (self.parameter_bytes + self.state_bytes) + self.gradient_bytes
-        away = self.host_state_bytes + self.scratch_bytes / 2
-        link_s = away / device.host_link_bytes_per_s
-        return moved / rate + max(2 * self.host_state_bytes / rate, link_s)
+        out = self.host_state_bytes + self.host_parameter_bytes
+        here_s = (2 * out + self.host_gradient_bytes) / rate
+        link_s = out + self.host_gradient_bytes + self.scratch_bytes / 2
+        return moved / rate + max(here_s, link_s / device.host_link_bytes_per_s)
 
 
 def states_on_host(*stages: StagePlan) -> frozenset[str]:
@@ -61,21 +68,27 @@ def update_of(
         repeats: Copies of blocks that the program lacks.
         away: Parameters whose state is in host memory.
     """
-    parameters = gradients = 0
+    parameters = gradients = at_home = delivered = 0
     here = there = largest = 0.0
     for item, often in weights(program, repeats):
         if item.kind != "parameter":
             continue
         size = often * item.local_type.num_bytes
-        parameters += size
-        if item.target not in program.gradients:
+        trained = item.target in program.gradients
+        if not item.on_host:
+            parameters += size
+            gradients += size * trained
+        elif trained:
+            at_home += size
+            delivered += size
+        if not trained:
             continue
-        gradients += size
         element = optimizer.element_bytes(item.local_type.dtype)
         state = often * item.local_type.num_elements * element
-        if item.target in away:
+        if item.target in away or item.on_host:
             there += state
-            largest = max(largest, element)
+            brought = 2 * DTYPE_BYTES[item.local_type.dtype] if item.on_host else 0
+            largest = max(largest, element + brought)
         else:
             here += state
     bucket = largest * (optimizer.host_bucket_elements or 0)
@@ -84,5 +97,7 @@ def update_of(
         gradient_bytes=gradients,
         state_bytes=int(here),
         host_state_bytes=int(there),
-        scratch_bytes=int(min(2 * bucket, there)),
+        scratch_bytes=int(min(2 * bucket, there + at_home + delivered)),
+        host_parameter_bytes=at_home,
+        host_gradient_bytes=delivered,
     )

@@ -25,6 +25,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import UnsupportedError
+from autopar.runtime.host import by_device
 from autopar.runtime.params import local_of, wrap_like
 
 
@@ -118,7 +119,8 @@ def deposit(targets: Sequence[nn.Parameter], gradients: list[Tensor], incoming: 
     if not gradients:
         return
     if incoming.device.type != "cpu":
-        torch._foreach_mul_(gradients, incoming)
+        for device, own in by_device(gradients).items():
+            torch._foreach_mul_(own, incoming.to(device))
     elif (factor := incoming.item()) != 1.0:
         torch._foreach_mul_(gradients, factor)
     sums: list[Tensor] = []

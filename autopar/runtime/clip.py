@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from autopar.errors import AutoparError
 from autopar.runtime.groups import StagePeers, stages_of
+from autopar.runtime.host import by_device, computes_on
 from autopar.runtime.mail import group_named
 
 
@@ -51,9 +52,8 @@ def clip_grad_norm_(
             "error_if_nonfinite"
         )
     factor = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
-    locals_ = [_local(gradient) for gradient in gradients]
-    if locals_:
-        torch._foreach_mul_(locals_, factor.to(locals_[0].device))
+    for device, own in by_device(map(_local, gradients)).items():
+        torch._foreach_mul_(own, factor.to(device))
     return norm
 
 
@@ -82,13 +82,14 @@ def _total_norm(gradients: list[Tensor], norm_type: float, stages: StagePeers | 
     for gradient in gradients:
         by_axes.setdefault(_split_axes(gradient), []).append(_local(gradient))
     infinite = norm_type == float("inf")
-    device = _local(gradients[0]).device if gradients else torch.device("cpu")
+    device = computes_on(gradients[0]) if gradients else torch.device("cpu")
     total = torch.zeros((), dtype=torch.float32, device=device)
     for axes, locals_ in sorted(by_axes.items(), key=lambda item: repr(item[0])):
         # An empty shard has no largest element.
         filled = [g for g in locals_ if g.numel()] if infinite else locals_
-        norms = torch._foreach_norm(filled, norm_type) if filled else []
-        stacked = torch.stack([n.float() for n in norms]) if norms else total.new_zeros(1)
+        norms = list(torch._foreach_norm(filled, norm_type)) if filled else []
+        norms = [n.float().to(device) for n in norms]
+        stacked = torch.stack(norms) if norms else total.new_zeros(1)
         part = stacked.max() if infinite else stacked.pow(norm_type).sum()
         for mesh, axis in axes:
             op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM

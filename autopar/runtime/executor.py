@@ -18,7 +18,7 @@ from autopar.options import OptimizerSpec
 from autopar.plan.records import Plan
 from autopar.runtime.backward import Anchor, Token, attach
 from autopar.runtime.groups import MeshGroups, Session, as_failure
-from autopar.runtime.optimizer import mark_host_state, watch_optimizers
+from autopar.runtime.optimizer import mark_home, watch_optimizers
 from autopar.runtime.params import ModelState, load_value
 from autopar.runtime.sampler import Deal, GlobalBatchSampler
 from autopar.runtime.shell import build_shells, fill_shells
@@ -145,8 +145,8 @@ class ParallelModule(nn.Module):
         own.distinct = {name: state.parameters[name] for name in first.values()}
         own.trainable = {name: p.requires_grad for name, p in own.distinct.items()}
         for name, parameter in own.distinct.items():
-            if (planned := plan.parameters.get(name)) is not None and planned.state_on_host:
-                mark_host_state(parameter)
+            if (planned := plan.parameters.get(name)) is not None:
+                mark_home(parameter, state_on_host=planned.state_on_host, on_host=planned.on_host)
         watch_optimizers(self, own.distinct.values(), optimizer)
 
     @property

@@ -7,20 +7,23 @@ tensors all the same, made by ops of their own, so that whoever counts bytes can
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from autopar.capture.library import define, implement
 
-define("to_host(Tensor value) -> Tensor")
+define("to_host(Tensor value, bool dense=False) -> Tensor")
 define("to_device(Tensor value) -> Tensor")
 define("host_zeros(Tensor like) -> Tensor")
 
 
-def _copied(value: Tensor) -> Tensor:
-    return value.clone(memory_format=torch.preserve_format)
+def _copied(value: Tensor, dense: bool = False) -> Tensor:
+    layout = torch.contiguous_format if dense else torch.preserve_format
+    return value.clone(memory_format=layout)
 
 
 def _zeros(like: Tensor) -> Tensor:
@@ -38,9 +41,38 @@ MAKE_HOST = (TO_HOST, HOST_ZEROS)
 """The ops that make tensors in host memory."""
 
 
-def host_zeros(like: Tensor) -> Tensor:
-    """Zeros in host memory, contiguous; pinned where the device is another."""
-    if like.device.type == "cpu":
+def at_home(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A copy in host memory, cast; pinned where the device that it is copied to is another."""
+    if device.type == "cpu":
+        found: Tensor = TO_HOST(value.to(dtype))
+        return found
+    return value.to("cpu", dtype).pin_memory()
+
+
+def computes_on(value: Tensor) -> torch.device:
+    """The device that computes with a parameter or gradient, wherever it lies."""
+    if isinstance(value, DTensor) and value.device.type != value.device_mesh.device_type:
+        return torch.device(value.device_mesh.device_type)
+    return value.device
+
+
+def by_device(tensors: Iterable[Tensor]) -> Mapping[torch.device, list[Tensor]]:
+    """Tensors by the device, or the host, whose memory holds them."""
+    found: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.device, []).append(tensor)
+    return found
+
+
+def settle(device: torch.device) -> None:
+    """Wait until what was copied to host memory, and awaited by the device, can be read there."""
+    if device.type != "cpu":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def host_zeros(like: Tensor, device: torch.device) -> Tensor:
+    """Zeros in host memory, contiguous; pinned where the device that reads them is another."""
+    if device.type == "cpu":
         zeros: Tensor = HOST_ZEROS(like)
         return zeros
     return torch.zeros(like.shape, dtype=like.dtype, pin_memory=True)
@@ -66,13 +98,24 @@ class Copies:
     _started: dict[int, _Started] = field(default_factory=dict)
     _streams: dict[str, torch.cuda.Stream] = field(default_factory=dict)
 
-    def to_host(self, value: Tensor, room: Tensor | None = None) -> Tensor:
-        """Start a copy to host memory, to ``room`` or to new memory laid out as ``value`` is."""
+    def to_host(self, value: Tensor, room: Tensor | None = None, *, dense: bool = False) -> Tensor:
+        """Start a copy to host memory.
+
+        Args:
+            value: What is copied.
+            room: Where to; None for new memory, laid out as ``value`` is.
+            dense: Whether new memory is contiguous instead.
+        """
         if self.device.type == "cpu":
-            return self._begun(TO_HOST(value) if room is None else room.copy_(value), value)
+            return self._begun(TO_HOST(value, dense) if room is None else room.copy_(value), value)
         if room is None:
-            room = torch.empty_like(value, device="cpu", pin_memory=True)
+            layout = torch.contiguous_format if dense else torch.preserve_format
+            room = torch.empty_like(value, device="cpu", pin_memory=True, memory_format=layout)
         return self._beside("to_host", room, value)
+
+    def gradient_to_host(self, value: Tensor) -> Tensor:
+        """Start a copy of a gradient to host memory, laid out as its parameter is."""
+        return self.to_host(value, dense=True)
 
     def to_device(self, value: Tensor) -> Tensor:
         """Start a copy of what is in host memory to the device."""

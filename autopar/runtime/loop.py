@@ -6,7 +6,7 @@ total is alive beside the microbatch that runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from autopar.lower.program import (
     Section,
 )
 from autopar.lower.unroll import totals_of
+from autopar.runtime.host import settle
 from autopar.runtime.module import AxisGroup, Part, build_module, build_part
 
 Run = Callable[..., tuple[Tensor, ...]]
@@ -74,6 +75,7 @@ class _Loop:
         bodies = [part_of(program, *LOOP) for program in programs]
         joins = [i for i in part_of(first, Section.EPILOGUE) if i.op == ACCUMULATE]
         totals = totals_of(first)
+        self._device = device
         self._reduces = [reduce_of(joins, ref) for ref in totals]
         epilogue = tuple(
             as_alias(i) if i.op == ACCUMULATE else i for i in part_of(first, Section.EPILOGUE)
@@ -111,6 +113,7 @@ class _Loop:
             if number == len(self._bodies) - 1:
                 shared.clear()
             made = body(number, box)
+            arrived(made, self._device)
             if number == 0:
                 totals = owned(made, (*values, *shared, *late))
             else:
@@ -159,6 +162,12 @@ def owned(made: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
         found.append(tensor if alone else tensor.clone(memory_format=torch.contiguous_format))
         taken.add(pointer)
     return found
+
+
+def arrived(terms: Iterable[Tensor], device: torch.device) -> None:
+    """Wait for the terms that were copied to host memory, where they are added up."""
+    if any(term.device.type != device.type for term in terms):
+        settle(device)
 
 
 def join(total: Tensor, term: Tensor, reduce: str) -> None:

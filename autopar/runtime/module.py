@@ -252,7 +252,10 @@ class _Build:
 
     def _copy(self, instruction: Instruction) -> None:
         (source,) = instruction.operands
-        start = self.copies.to_host if instruction.op == TO_HOST else self.copies.to_device
+        start: Callable[[Tensor], Tensor] = self.copies.to_device
+        if instruction.op == TO_HOST:
+            gradient = instruction.purpose == "gradients"
+            start = self.copies.gradient_to_host if gradient else self.copies.to_host
         result = Ref(instruction.name)
         self.values[result] = self._call(start, (self.values[source],), {}, instruction.name)
         self.copied.add(result)

@@ -58,7 +58,8 @@ class _Watch:
                 "loss, before it could be scaled; train in bf16 or fp32, without a scaler"
             )
 
-        away = sum(map(has_host_state, _parameters(optimizer)))
+        # What is at home on the host is updated there by any optimizer.
+        away = sum(has_host_state(p) and not is_at_home(p) for p in _parameters(optimizer))
         if away and not getattr(optimizer, "updates_from_host", False):
             raise UnsupportedError(
                 f"cannot step with {type(optimizer).__name__}: the plan keeps the state of {away} "
@@ -93,9 +94,17 @@ class _Watch:
         return any(id(parameter) in self._ids for parameter in _parameters(optimizer)[:1])
 
 
-def mark_host_state(parameter: nn.Parameter) -> None:
-    """Note that the plan keeps the state of a parameter in host memory."""
-    parameter._autopar_host_state = True  # type: ignore[attr-defined]
+def mark_home(
+    parameter: nn.Parameter, *, state_on_host: bool = False, on_host: bool = False
+) -> None:
+    """Note whether the plan keeps a parameter, or its state alone, in host memory."""
+    parameter._autopar_host_state = state_on_host or on_host  # type: ignore[attr-defined]
+    parameter._autopar_at_home = on_host  # type: ignore[attr-defined]
+
+
+def is_at_home(parameter: Tensor) -> bool:
+    """Whether the plan keeps a parameter and its gradient in host memory."""
+    return getattr(parameter, "_autopar_at_home", False)
 
 
 def has_host_state(parameter: Tensor) -> bool:

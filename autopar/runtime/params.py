@@ -6,7 +6,7 @@ Stored shardings are plain: each axis keeps a parameter whole or splits a dim in
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -25,6 +25,7 @@ from autopar.ir.sharding import (
 )
 from autopar.lower.program import ProgramInput
 from autopar.runtime.groups import MeshGroups
+from autopar.runtime.host import at_home
 from autopar.runtime.initialize import Init, initialized
 
 
@@ -52,6 +53,7 @@ def shard_model(
     groups: MeshGroups,
     coordinates: Sequence[int],
     device: torch.device,
+    on_host: Collection[str] = (),
     init: Init | None = None,
     seed: int = 0,
 ) -> ModelState:
@@ -66,6 +68,7 @@ def shard_model(
         groups: Groups of the plan's mesh.
         coordinates: This rank's place on it.
         device: Where the tensors go.
+        on_host: Names of parameters that stay in host memory.
         init: Fills a model on meta; the default is `initialize.default_init`.
         seed: Seed of ``init``.
 
@@ -83,7 +86,8 @@ def shard_model(
     for name, full in initialized(model, aliases, init, seed, rows):
         sharding = stored.get(name, everything) if name in shapes else everything
         dtype = (dtypes or {}).get(name, full.dtype)
-        kept[name] = local_piece(full, sharding, coordinates).to(device, dtype)
+        piece = local_piece(full, sharding, coordinates)
+        kept[name] = at_home(piece, device, dtype) if name in on_host else piece.to(device, dtype)
     parameters: dict[str, nn.Parameter] = {}
     for name, old in model.named_parameters(remove_duplicate=False):
         owner = aliases.get(name, name)
@@ -181,16 +185,21 @@ def as_parameter(
 def as_dtensor(
     local: Tensor, shape: Sequence[int], placements: Sequence[Placement], groups: MeshGroups
 ) -> DTensor:
-    """A DTensor of which this rank holds ``local``; nothing is communicated."""
+    """A DTensor of which this rank holds ``local``; nothing is communicated.
+
+    A piece in host memory stays there: ``from_local`` would move it to the mesh's device.
+    """
     strides = torch.empty(tuple(shape), device="meta").stride()
-    return DTensor.from_local(
-        local,
+    moves = local.device.type != groups.device_mesh.device_type
+    made = DTensor.from_local(
+        local.to("meta") if moves else local,
         groups.device_mesh,
         placements,
         run_check=False,
         shape=torch.Size(shape),
         stride=strides,
     )
+    return DTensor(local, made._spec, requires_grad=False) if moves else made  # type: ignore[no-untyped-call]
 
 
 def local_of(tensor: DTensor) -> Tensor:

@@ -25,7 +25,7 @@ from autopar.lower.program import (
 )
 from autopar.lower.segments import Segment, segments
 from autopar.lower.unroll import Turn, lives, of_turn, totals_of
-from autopar.runtime.loop import Built, as_alias, join, owned, part_of, reduce_of
+from autopar.runtime.loop import Built, arrived, as_alias, join, owned, part_of, reduce_of
 from autopar.runtime.mail import Mail, Route, group_named, plain
 from autopar.runtime.module import AxisGroup, Part, build_part
 
@@ -263,6 +263,7 @@ class _Stage:
         until = self._lives.until
         total_of = self._total_of[min(number, len(self._programs) - 1)]
         joined = {total_of[ref]: own.pop(ref) for ref in self._lives.joins[position]}
+        arrived(joined.values(), self.device)
         never = position if self.first.microbatches > 1 else len(self.source.row)
         for ref in [ref for ref in own if until.get((ref, number), never) <= position]:
             del own[ref]

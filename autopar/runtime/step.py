@@ -21,6 +21,7 @@ from autopar.ir.sharding import Sharding, dim_splits, local_indices, whole
 from autopar.lower.program import WAIT, Program, ProgramInput
 from autopar.plan.records import Plan
 from autopar.runtime.groups import MeshGroups
+from autopar.runtime.host import TO_HOST, settle
 from autopar.runtime.loop import build
 from autopar.runtime.params import ModelState, input_piece, local_of, local_piece
 from autopar.runtime.pipeline import StageSource, build_stage
@@ -127,6 +128,11 @@ class Step:
         ]
         self._keys = [i for i, e in enumerate(program.inputs) if e.kind == KEY]
         self._num_head = (program.loss is not None) + len(program.aux)
+        home = {e.target for e in program.inputs if e.on_host}
+        # Places of gradients in host memory among the results.
+        self._delivered = {
+            self._num_head + n for n, name in enumerate(program.gradients) if name in home
+        }
         self._copied: tuple[int, ...] | None = None
 
     @property
@@ -157,8 +163,15 @@ class Step:
         if self._copied is None:
             self._copied = _aliased(results, values)
         del values
+        if self._delivered:
+            settle(self._device)
         for index in self._copied:
-            results[index] = results[index].clone(memory_format=torch.contiguous_format)
+            own = results[index]
+            results[index] = (
+                TO_HOST(own, dense=True)
+                if index in self._delivered
+                else own.clone(memory_format=torch.contiguous_format)
+            )
         self.has_run = True
         return self._sorted(results)
 

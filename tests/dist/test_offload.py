@@ -1,7 +1,11 @@
-"""Activations and optimizer state in host memory on real processes: nothing changes to the bit."""
+"""Activations, optimizer state and parameters in host memory on real processes.
+
+Nothing changes to the bit.
+"""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -9,8 +13,10 @@ import pytest
 import torch
 
 import autopar
+from autopar import hint
 from autopar.capture import capture_step
 from autopar.errors import UnsupportedError
+from autopar.ir.graph import PARAMETER, Graph
 from autopar.optim import AdamW
 from autopar.plan.records import Plan, StagePlan
 from autopar.runtime.measure import LiveBytes
@@ -23,9 +29,14 @@ from tests.oracles.models import MODELS
 STEPS = 3
 
 
+@functools.cache
+def graph() -> Graph:
+    return capture_step(*MODELS["gpt2"](), grad=True).graph
+
+
 def offloaded(plan: Plan) -> Plan:
-    """The plan with all that may leave in host memory."""
-    analysis = analyse(capture_step(*MODELS["gpt2"](), grad=True).graph)
+    """The plan with all that may leave in host memory, but for the parameters."""
+    analysis = analyse(graph())
     may = recompute_of(analysis, in_loop=plan.microbatches > 1, allowed=True).may_leave
 
     def away(stage: StagePlan) -> StagePlan:
@@ -90,3 +101,89 @@ def test_host_memory_changes_nothing_to_the_bit(pool: Any, ranks: int, layout: s
         held, state, most = host["held"]
         assert held == state < most
         assert device["held"][0] == device["held"][2] == 0
+
+
+def streamed(plan: Plan) -> Plan:
+    """The plan with all that may leave and all parameters at home in host memory."""
+    away = offloaded(plan)
+    sources = {node.target: node.name for node in graph().sources(PARAMETER)}
+
+    def home(stage: StagePlan) -> StagePlan:
+        own = {sources[p.name] for p in stage.parameters}
+        return replace(
+            stage,
+            parameters=tuple(replace(p, on_host=True) for p in stage.parameters),
+            kept={value: () if value in own else kept for value, kept in stage.kept.items()},
+        )
+
+    return replace(away, stages=tuple(map(home, away.stages)))
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "device": torch.optim.AdamW,
+    "brought": AdamW,
+    "there": torch.optim.AdamW,
+}
+"""Where the update runs: all on the device, what is on the host brought there, or on the host."""
+
+
+def trained_from_home(ranks: int, layout: str) -> dict[str, Any]:
+    """Losses, gradients and parameters with parameters on the device and on the host."""
+    found: dict[str, Any] = {}
+    plan: Plan | None = None
+    for place, make in OPTIMIZERS.items():
+        model, batch, loss = MODELS["gpt2"]()
+        with LiveBytes() as count:
+            parallel = autopar.compile(
+                model,
+                hosted(ranks, 1e9),
+                batch,
+                loss=loss,
+                optimizer=AdamW,
+                hints=STREAMED[layout],
+                plan=None if plan is None else streamed(plan),
+            )
+            plan = plan or parallel.plan
+            before = count.host_bytes
+            optimizer = make(parallel.parameters(), lr=1e-2)
+            losses, gradients = [], {}
+            for _ in range(STEPS):
+                value = parallel(batch)
+                value.backward()
+                gradients = {name: whole(p.grad) for name, p in parallel.named_parameters()}
+                autopar.clip_grad_norm_(parallel, 1.0)
+                delivered = count.host_bytes
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(value.detach().clone())
+        found[place] = {
+            "losses": losses,
+            "gradients": gradients,
+            "parameters": {name: whole(p) for name, p in parallel.named_parameters()},
+            "bytes": sum(p.to_local().nbytes for p in parallel.parameters()),
+            "held": (before, delivered, count.host_bytes),
+        }
+        saved = parallel.state_dict()
+        parallel.load_state_dict(saved)
+    return found
+
+
+STREAMED = {name: HINTS[name] for name in ("dp2mb2", "zero3x2", "pp2mb2-1f1b")}
+STREAMED["zero3x2mb2"] = (*HINTS["zero3x2"], hint.microbatches(2))
+
+
+@pytest.mark.parametrize("layout", STREAMED)
+def test_parameters_at_home_on_the_host_change_nothing_to_the_bit(pool: Any, layout: str) -> None:
+    for rank in pool(2).run(trained_from_home, 2, layout):
+        device = rank["device"]
+        assert device["held"] == (0, 0, 0)
+        for place in ("brought", "there"):
+            host = rank[place]
+            assert all(map(torch.equal, device["losses"], host["losses"]))
+            for what in ("gradients", "parameters"):
+                for name, value in device[what].items():
+                    assert torch.equal(value, host[what][name]), (place, what, name)
+        # Parameters; their gradients and states beside them; states only if they were brought.
+        size = rank["brought"]["bytes"]
+        assert rank["brought"]["held"] == (size, 4 * size, 3 * size)
+        assert rank["there"]["held"] == (size, 2 * size, size)

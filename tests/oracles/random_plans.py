@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 from autopar.cost.node import NodeCost, axis_seconds
-from autopar.ir.graph import SOURCE_OPS, Phase
+from autopar.ir.graph import PARAMETER, SOURCE_OPS, Phase
 from autopar.ir.sharding import Mesh
 from autopar.plan.records import StagePlan
 from autopar.search.analysis import Analysis
@@ -57,6 +57,25 @@ def recomputing(analysis: Analysis, stage: StagePlan, draw: random.Random) -> St
         if analysis.graph.by_name[plan.name].phase is Phase.FORWARD and draw.random() < share
     ]
     return replace(stage, recomputed=tuple(names))
+
+
+def streaming(analysis: Analysis, stage: StagePlan, draw: random.Random) -> StagePlan:
+    """The stage with a random part of its parameters at home in host memory: some, or all.
+
+    Each is brought back for every phase, or now and then kept for the backward.
+    """
+    share = draw.choice((0.3, 0.7, 1.0))
+    home = {p.name for p in stage.parameters if draw.random() < share}
+    nodes = {node.target: node.name for node in analysis.graph.sources(PARAMETER)}
+    dropped = {nodes[name] for name in home if draw.random() < 0.8}
+    return replace(
+        stage,
+        parameters=tuple(
+            replace(p, on_host=p.name in home, state_on_host=p.name in home)
+            for p in stage.parameters
+        ),
+        kept={value: () if value in dropped else own for value, own in stage.kept.items()},
+    )
 
 
 def offloading(analysis: Analysis, stage: StagePlan, draw: random.Random) -> StagePlan:

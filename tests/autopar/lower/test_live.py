@@ -33,7 +33,7 @@ from autopar.search.analysis import Analysis, analyse
 from cost_models.cluster import Cluster
 from tests.autopar.capture import models
 from tests.oracles.live import counted_peaks
-from tests.oracles.random_plans import offloading, random_stage, recomputing
+from tests.oracles.random_plans import offloading, random_stage, recomputing, streaming
 
 Loss = Callable[[Any, Any], Any]
 
@@ -163,6 +163,19 @@ def test_simulated_bytes_are_those_counted_under_offload(subject: Subject, seed:
     if seed:
         stage = recomputing(subject.analysis, stage, random.Random(seed))
     assert stage.offloaded
+    assert_same_bytes(subject, stage, copying(link_bytes_per_s=10.0 ** (6 + seed)))
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.large) for n in (1, 2))])
+def test_simulated_bytes_are_those_counted_with_parameters_at_home_on_the_host(
+    subject: Subject, seed: int
+) -> None:
+    stage = random_stage(subject.analysis, Mesh(("a",), (1 + seed % 2,)), seed=5)
+    stage = streaming(subject.analysis, stage, random.Random(seed))
+    if seed:
+        stage = recomputing(subject.analysis, stage, random.Random(seed))
+        stage = offloading(subject.analysis, stage, random.Random(seed))
+    assert stage.copies
     assert_same_bytes(subject, stage, copying(link_bytes_per_s=10.0 ** (6 + seed)))
 
 

@@ -47,7 +47,7 @@ def test_the_text_is_readable_and_compact() -> None:
     assert len(text) < 110 * len(plan.stage.nodes)
     assert max(map(len, lines)) < 200
     assert '  "model": "LlamaForCausalLM",' in lines
-    row = '["float32[14336, 4096]", "S1:512 S0:1792", "R S0:1792", true, false]'
+    row = '["float32[14336, 4096]", "S1:512 S0:1792", "R S0:1792", true, false, false]'
     assert f'          "model.layers.7.mlp.up_proj.weight": {row},' in lines
 
 
@@ -90,7 +90,11 @@ GOOD = to_json(llama(layers=1))
             '"model.norm.weight": ["float32[4096]", "R Q"',
             "at stages[0].parameters['model.norm.weight'].stored: 'Q' is not a sharding; write R",
         ),
-        ('["float32[4096]", "R R", "R R", true, false]', '["R R"]', "norm.weight']: the row"),
+        (
+            '["float32[4096]", "R R", "R R", true, false, false]',
+            '["R R"]',
+            "norm.weight']: the row",
+        ),
         ('"columns": ["type",', '"columns": ["kind",', "field 'kind' is unknown"),
         (
             '"sizes": [8, 8]',

@@ -10,7 +10,7 @@ from torch import nn
 
 from autopar.optim import AdamW
 from autopar.runtime.measure import LiveBytes
-from autopar.runtime.optimizer import mark_host_state
+from autopar.runtime.optimizer import mark_home
 
 STEPS = 4
 
@@ -32,8 +32,8 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, steps: int = STEP
 @pytest.mark.parametrize("bucket", [1, 100, 1 << 20])
 def test_host_state_gives_torchs_parameters_to_the_bit(bucket: int, dtype: torch.dtype) -> None:
     wanted, found = model(dtype), model(dtype)
-    for parameter in list(found.parameters())[1:]:
-        mark_host_state(parameter)
+    for number, parameter in enumerate(found.parameters()):
+        mark_home(parameter, state_on_host=number % 3 == 1, on_host=number % 3 == 2)
     options = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.8, 0.95)}
     reference = torch.optim.AdamW(wanted.parameters(), **options)  # type: ignore[arg-type]
     own = AdamW(found.parameters(), bucket_elements=bucket, **options)  # type: ignore[arg-type]
@@ -50,7 +50,7 @@ def test_host_state_gives_torchs_parameters_to_the_bit(bucket: int, dtype: torch
 def test_the_device_holds_two_buckets_of_state_at_most() -> None:
     found = model()
     for parameter in found.parameters():
-        mark_host_state(parameter)
+        mark_home(parameter, state_on_host=True)
     optimizer = AdamW(found.parameters(), bucket_elements=200)
     train(found, optimizer, 1)
     total = sum(p.numel() for p in found.parameters())
@@ -65,10 +65,23 @@ def test_the_device_holds_two_buckets_of_state_at_most() -> None:
     assert count.host_bytes == 8 * total
 
 
+def test_parameters_at_home_on_the_host_come_in_buckets_with_their_gradients() -> None:
+    found = model()
+    for parameter in found.parameters():
+        mark_home(parameter, on_host=True)
+    optimizer = AdamW(found.parameters(), bucket_elements=200)
+    train(found, optimizer, 1)
+    with LiveBytes() as count:
+        optimizer.step()
+    # As above, with parameter and gradient: 16 bytes an element of two buckets.
+    assert 32 * 200 <= count.peak_bytes <= (32 + 12) * 200 + 64
+    assert count.live_bytes == 0
+
+
 def test_a_state_dict_goes_to_torchs_adamw_and_back() -> None:
     first, second = model(), model()
     for parameter in first.parameters():
-        mark_host_state(parameter)
+        mark_home(parameter, state_on_host=True)
     own = AdamW(first.parameters(), lr=1e-2, bucket_elements=64)
     train(first, own)
     second.load_state_dict(first.state_dict())
@@ -76,7 +89,7 @@ def test_a_state_dict_goes_to_torchs_adamw_and_back() -> None:
     plain.load_state_dict(copy.deepcopy(own.state_dict()))
     third = copy.deepcopy(first)
     for parameter in third.parameters():
-        mark_host_state(parameter)
+        mark_home(parameter, state_on_host=True)
     again = AdamW(third.parameters(), lr=1e-2)
     with LiveBytes() as count:
         again.load_state_dict(copy.deepcopy(plain.state_dict()))

@@ -1,0 +1,79 @@
+"""Programs whose parameters are at home in host memory: the same to the bit."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from autopar.capture import capture_step
+from autopar.ir.sharding import Mesh
+from autopar.lower.program import TO_DEVICE, TO_HOST
+from autopar.search.analysis import analyse
+from autopar.search.stages import balanced_cuts, forward_order, split_stages
+from tests.autopar.lower.test_offload import MESHES, results
+from tests.oracles.models import DRAWING, MODELS
+from tests.oracles.pipeline import assert_pipeline_exact
+from tests.oracles.random_plans import offloading, random_stage, recomputing, streaming
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [("mlp", "free"), ("gpt2", "one rank"), ("gpt2", "microbatches"), ("drawing", "free")],
+)
+def test_parameters_at_home_on_the_host_change_nothing_to_the_bit(name: str, mesh: str) -> None:
+    assert_same_bits(name, mesh, seeds=1)
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", MODELS | DRAWING)
+def test_more_parameters_at_home_on_the_host(name: str, mesh: str) -> None:
+    assert_same_bits(name, mesh, seeds=3)
+
+
+def assert_same_bits(name: str, mesh: str, seeds: int) -> None:
+    built = (MODELS | DRAWING)[name]()
+    captured = capture_step(*built, grad=True)
+    analysis = analyse(captured.graph)
+    for seed in range(seeds):
+        draw = random.Random(len(name) + seed)
+        stage = random_stage(analysis, MESHES[mesh], seed=seed)
+        again = offloading(analysis, recomputing(analysis, stage, draw), draw)
+        for plain in (stage, again):
+            away = streaming(analysis, plain, draw)
+            wanted, _ = results(analysis, built, captured, plain)
+            found, program = results(analysis, built, captured, away)
+            for one, other in zip(found, wanted, strict=True):
+                assert torch.equal(one, other)
+            home = {item.name for item in program.inputs if item.on_host}
+            brought = {i.operands[0].node for i in program.instructions if i.op == TO_DEVICE}
+            assert home and {i.name for i in program.inputs} & brought <= home
+            gone = [i for i in program.instructions if i.op == TO_HOST and i.purpose == "gradients"]
+            assert len(gone) == sum(
+                item.on_host and item.target in program.gradients for item in program.inputs
+            )
+            read = {r.node for i in program.instructions if i.op != TO_DEVICE for r in i.operands}
+            assert not home & read
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_parameters_at_home_on_the_host_of_a_pipeline(schedule: str) -> None:
+    built = MODELS["gpt2"]()
+    captured = capture_step(*built, grad=True)
+    analysis = analyse(captured.graph)
+    stage = random_stage(analysis, Mesh(("a",), (1,)).with_time(4), seed=1)
+    cuts = balanced_cuts([1.0] * len(forward_order(analysis)), 2)
+    found = []
+    for whole in (stage, streaming(analysis, stage, random.Random(2))):
+        pipeline = split_stages(analysis, whole, cuts)
+        lanes = assert_pipeline_exact(*built, analysis, pipeline, captured, schedule)
+        programs = [lane.variants[0][0] for lane in lanes]
+        found.append(
+            [lane.envs[0][r] for lane, p in zip(lanes, programs, strict=True) for r in p.results]
+        )
+        for program in programs:
+            assert bool(program.copies) == whole.copies
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
