@@ -266,6 +266,18 @@ def baddbmm(added: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: floa
     return _scaled_sum(added, aten.bmm.default(a, b), beta, alpha)
 
 
+def addr(
+    given: Tensor, column: Tensor, row: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Tensor:
+    return _scaled_sum(given, column.unsqueeze(1) * row, beta, alpha)
+
+
+def addbmm(
+    given: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Tensor:
+    return _scaled_sum(given, torch.einsum("bmk,bkn->mn", left, right), beta, alpha)
+
+
 def _scaled_sum(added: Tensor, product: Tensor, beta: float, alpha: float) -> Tensor:
     product = product if alpha == 1 else product * alpha
     if beta == 0:
@@ -308,6 +320,51 @@ def batch_norm(
     out = out if weight is None else out * weight.view(shape)
     out = out if bias is None else out + bias.view(shape)
     return out.to(x.dtype), *saved
+
+
+def trilinear(
+    first: Tensor,
+    second: Tensor,
+    third: Tensor,
+    expand_first: Sequence[int],
+    expand_second: Sequence[int],
+    expand_third: Sequence[int],
+    summed: Sequence[int],
+    unroll_dim: int = 1,
+) -> Tensor:
+    """The sum over some dims of a product of three, each without the dims it is expanded by."""
+    terms = zip((first, second, third), (expand_first, expand_second, expand_third), strict=True)
+    rank = first.ndim + len(expand_first)
+    names = "abcdefghijklmnopqrstuvwxyz"[:rank]
+    given = ["".join(names[d] for d in range(rank) if d not in over) for _, over in terms]
+    kept = "".join(names[d] for d in range(rank) if d not in summed)
+    pair = "".join(d for d in names if d in given[0] + given[2] and d in given[1] + kept)
+    outer = torch.einsum(f"{given[0]},{given[2]}->{pair}", first, third)
+    return torch.einsum(f"{pair},{given[1]}->{kept}", outer, second)
+
+
+def _trace(matrix: Tensor) -> Tensor:
+    return matrix.diagonal().sum()
+
+
+def _channel_shuffle(x: Tensor, groups: int) -> Tensor:
+    batch, channels, *places = x.shape
+    apart = x.reshape(batch, groups, channels // groups, *places)
+    return apart.transpose(1, 2).reshape(x.shape)
+
+
+def _rot90(x: Tensor, times: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
+    first, second = dims
+    if times % 4 == 2:
+        return x.flip((first, second))
+    if times % 4 == 0:
+        return x.clone()
+    return x.flip(second if times % 4 == 1 else first).transpose(first, second)
+
+
+def _aminmax(x: Tensor, *, dim: int | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    dims = () if dim is None else (dim,)
+    return x.amin(dims, keepdim), x.amax(dims, keepdim)
 
 
 def _empty(like: Tensor) -> Tensor:
@@ -388,6 +445,13 @@ DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
     aten.addmm.default: addmm,
     aten.addmv.default: addmv,
     aten.baddbmm.default: baddbmm,
+    aten.addbmm.default: addbmm,
+    aten.addr.default: addr,
+    aten._trilinear.default: trilinear,
+    aten.trace.default: _trace,
+    aten.channel_shuffle.default: _channel_shuffle,
+    aten.rot90.default: _rot90,
+    aten.aminmax.default: _aminmax,
     aten.native_batch_norm.default: _bn_forward,
     aten._native_batch_norm_legit.default: _bn_forward,
     aten._native_batch_norm_legit.no_stats: _bn_stateless,

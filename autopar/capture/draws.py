@@ -6,6 +6,7 @@ has drawn before.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -82,6 +83,10 @@ class Draws:
             aten.native_dropout.default: self._native_dropout,
             aten.uniform_.default: self._uniform_fill,
             aten.normal_.default: self._normal_fill,
+            aten.log_normal_.default: self._log_normal_fill,
+            aten.exponential_.default: self._exponential_fill,
+            aten.geometric_.default: self._geometric_fill,
+            aten.cauchy_.default: self._cauchy_fill,
             aten.normal.Tensor_float: self._normal_tensors,
             aten.normal.float_Tensor: self._normal_tensors,
             aten.normal.Tensor_Tensor: self._normal_tensors,
@@ -172,6 +177,38 @@ class Draws:
     def _normal_fill(self, filled: Tensor, mean: float = 0.0, std: float = 1.0, **_: Any) -> Any:
         drawn = self._normal("randn", filled.shape, filled.dtype, filled.device)
         return drawn if drawn is NotImplemented else filled.copy_(drawn * std + mean)
+
+    def _log_normal_fill(
+        self, filled: Tensor, mean: float = 1.0, std: float = 2.0, **_: Any
+    ) -> Any:
+        drawn = self._normal("randn", filled.shape, filled.dtype, filled.device)
+        return drawn if drawn is NotImplemented else filled.copy_((drawn * std + mean).exp())
+
+    def _exponential_fill(self, filled: Tensor, lambd: float = 1.0, **_: Any) -> Any:
+        if filled.dtype not in _FLOATING:
+            return NotImplemented
+        # Never zero, so that its logarithm is finite; as torch's own.
+        least = torch.finfo(filled.dtype).eps / 2
+        return filled.copy_(self._waited(filled).clamp_min(least) / lambd)
+
+    def _geometric_fill(self, filled: Tensor, p: float, **_: Any) -> Any:
+        if not 0.0 < p < 1.0:
+            raise ValueError(f"geometric_ expects p to be in (0, 1), but got p={p}")
+        waited = self._waited(filled)
+        return filled.copy_((waited / -math.log1p(-p)).ceil().clamp_min(1.0))
+
+    def _cauchy_fill(
+        self, filled: Tensor, median: float = 0.0, sigma: float = 1.0, **_: Any
+    ) -> Any:
+        if filled.dtype not in _FLOATING:
+            return NotImplemented
+        drawn = self._uniform("rand", filled.shape, torch.float64, filled.device)
+        return filled.copy_(((drawn - 0.5) * math.pi).tan() * sigma + median)
+
+    def _waited(self, like: Tensor) -> Tensor:
+        """Exponential numbers of rate one, in float64: they do not depend on where they lie."""
+        drawn = self._uniform("rand", like.shape, torch.float64, like.device)
+        return -torch.log1p(-drawn)
 
     def _normal_tensors(self, mean: Any = 0.0, std: Any = 1.0, **_: Any) -> Any:
         like = mean + std  # for its shape and dtype

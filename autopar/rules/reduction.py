@@ -204,7 +204,7 @@ RULES: Mapping[str, RuleMaker] = {
     **table("mean.dim", _mean(1)),
     **table("mean", _mean(1)),
     **table("logsumexp", _logsumexp),
-    **table("linalg_vector_norm", _vector_norm),
+    **table("linalg_vector_norm norm.ScalarOpt_dim", _vector_norm),
     **table("glu glu_backward", _halves),
     **table("histc", _histogram),
     **table("_fft_r2c _fft_c2r _fft_c2c", _transform),

@@ -62,6 +62,14 @@ PROGRAMS: dict[str, Callable[[Tensor], Tensor]] = {
         + torch.empty_like(h).bernoulli_(0.2)
         + torch.empty_like(h).random_(2, 9)
     ),
+    "waits": lambda h: (
+        h
+        + torch.empty_like(h).exponential_(2.0)
+        + torch.empty_like(h).geometric_(0.3)
+        + torch.empty_like(h).log_normal_(0.1, 0.2)
+        + torch.empty_like(h).cauchy_(1.0, 0.1)
+    ),
+    "gumbel": lambda h: F.gumbel_softmax(h, tau=0.7, hard=True),
     "attention": lambda h: F.scaled_dot_product_attention(h, h, h, dropout_p=0.4),
     "causal attention": lambda h: F.scaled_dot_product_attention(
         h, h, h, dropout_p=0.4, is_causal=True
@@ -143,7 +151,6 @@ def test_eager_runs_of_other_keys_draw_other_numbers() -> None:
 REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "multinomial": lambda h: h * torch.multinomial(h.detach().exp()[0], 8, replacement=True)[0],
     "randperm": lambda h: h[..., torch.randperm(8)],
-    "exponential_": lambda h: h + torch.empty_like(h).exponential_(),
     "rrelu_with_noise": lambda h: F.rrelu(h, training=True),
 }
 

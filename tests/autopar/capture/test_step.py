@@ -267,6 +267,18 @@ PROGRAMS: dict[str, Callable[[Tensor], Tensor]] = {
     "activations": lambda h: F.mish(h) + F.elu(h) + F.hardswish(h) + F.glu(h).repeat(1, 1, 2),
     "added rows": lambda h: torch.zeros(5, 6, 8).index_add_(0, torch.tensor([0, 1, 1, 4]), h),
     "counts": lambda h: h + F.one_hot(h.argmax(-1), 8),
+    "trilinear": lambda h: F.bilinear(h, h * 2, torch.arange(192.0).view(3, 8, 8), torch.ones(3)),
+    "rank one": lambda h: torch.addr(h[0], h[1, :, 0], h[2, 0], beta=0.5, alpha=2.0),
+    "sum of products": lambda h: torch.addbmm(torch.ones(6, 6), h, h.transpose(1, 2), beta=0.5),
+    "turns": lambda h: sum((h[0, :, :6].rot90(n) for n in range(-1, 4)), h[1, :, :6].trace()),
+    "shuffled": lambda h: F.channel_shuffle(h, 3) * torch.arange(48.0).view(6, 8),
+    "both ends": lambda h: torch.sub(*h.aminmax(dim=1)) + torch.sub(*h.aminmax()),
+    "solved": lambda h: torch.linalg.solve(h[:, :4, :4] + 9 * torch.eye(4), h[:, :4, 4:]),
+    "volumes": lambda h: torch.linalg.det(h[:, :3, :3]) + torch.logdet(h[:, :3] @ h[:, :3].mT),
+    "factors": lambda h: (
+        torch.linalg.cholesky(h @ h.mT + torch.eye(6)) + torch.linalg.qr(h)[0].sum()
+    ),
+    "far apart": lambda h: F.triplet_margin_loss(h, h * 2, h + 1, reduction="none"),
     "pool": lambda h: F.avg_pool1d(h, 2) + F.max_pool1d(h, 2),
 }
 

@@ -686,6 +686,101 @@ def _fourier(kind: str) -> Sampler:
     return sample
 
 
+def _stacked(draw: Draw, *rows: int) -> Tensor:
+    """Some matrices; square ones are far from singular."""
+    lead = draw.shape(0, 2, most=12)
+    size = draw.size(1, 2, 3)
+    columns = rows[0] if rows else size
+    found = draw.floats(*lead, size, columns)
+    return found if rows else found + 4 * torch.eye(size, dtype=found.dtype)
+
+
+def _square(*rest: Any) -> Sampler:
+    return lambda draw: Sample(_stacked(draw), *rest)
+
+
+def _tall(*rest: Any) -> Sampler:
+    return lambda draw: Sample(_stacked(draw, 2), *rest)
+
+
+def _symmetric(*rest: Any) -> Sampler:
+    def sample(draw: Draw) -> Sample:
+        found = _stacked(draw)
+        return Sample(found @ found.mT, *rest)
+
+    return sample
+
+
+def _triangle(draw: Draw) -> Tensor:
+    found = _stacked(draw)
+    return torch.linalg.cholesky(found @ found.mT)
+
+
+def _right_side(draw: Draw, matrix: Tensor, columns: int = 2) -> Tensor:
+    """As many rows as the matrix has, with its batch or one of ones."""
+    lead = matrix.shape[:-2]
+    if draw.integer(0, 3) == 0:
+        lead = (1,) * len(lead)
+    return draw.floats(*lead, matrix.shape[-1], columns)
+
+
+def _solve(draw: Draw) -> Sample:
+    matrix = _stacked(draw)
+    columns = (2,) if draw.chance() else ()
+    return Sample(matrix, draw.floats(*matrix.shape[:-1], *columns))
+
+
+def _solve_triangular(draw: Draw) -> Sample:
+    matrix = _triangle(draw)
+    return Sample(matrix, _right_side(draw, matrix), upper=False)
+
+
+def _lu_solve(draw: Draw) -> Sample:
+    matrix = _stacked(draw)
+    return Sample(*torch.linalg.lu_factor(matrix), _right_side(draw, matrix))
+
+
+def _cholesky_solve(draw: Draw) -> Sample:
+    matrix = _triangle(draw)
+    return Sample(draw.floats(*matrix.shape[:-1], 2), matrix)
+
+
+def _reflections(draw: Draw) -> Sample:
+    vectors, scales = torch.geqrf(_stacked(draw))
+    return Sample(vectors, scales)
+
+
+def _diag_embed(draw: Draw) -> Sample:
+    shape = draw.shape(1, 3, most=12)
+    dims = draw.choice([(), (-2, -1), (-1, -2), (0, 1)])
+    return Sample(_tensor(draw, shape), draw.integer(-1, 1), *dims)
+
+
+def _diagonal_scatter(draw: Draw) -> Sample:
+    whole = _tensor(draw, (draw.size(1, 2, 4), 3, 3))
+    dims = draw.choice([(-2, -1), (1, 2), (0, 1)])
+    return Sample(whole, _tensor(draw, whole.diagonal(0, *dims).shape), 0, *dims)
+
+
+_LINEAR_ALGEBRA: dict[str, Sampler] = {
+    **_each("_linalg_det _linalg_slogdet linalg_inv_ex linalg_matrix_exp", _square()),
+    **_each("linalg_lu linalg_lu_factor_ex linalg_qr", _tall()),
+    **_each("linalg_cholesky_ex", _symmetric()),
+    **_each("_linalg_eigh", lambda draw: _symmetric("L", draw.chance())(draw)),
+    **_each("linalg_eig", _square()),
+    **_each("_linalg_svd", lambda draw: _tall(False, draw.chance())(draw)),
+    **_each("linalg_pinv.atol_rtol_tensor", _tall()),
+    **_each("linalg_householder_product", _reflections),
+    **_each("cholesky_inverse", lambda draw: Sample(_triangle(draw))),
+    **_each("_linalg_solve_ex", _solve),
+    **_each("linalg_solve_triangular", _solve_triangular),
+    **_each("linalg_lu_solve", _lu_solve),
+    **_each("cholesky_solve", _cholesky_solve),
+    **_each("diag_embed", _diag_embed),
+    **_each("diagonal_scatter", _diagonal_scatter),
+}
+
+
 _REDUCTIONS: dict[str, Sampler] = {
     **_each("sum.dim_IntList", _sum_dims),
     **_each("amax amin", _over(1)),
@@ -700,7 +795,7 @@ _REDUCTIONS: dict[str, Sampler] = {
     **_each("argmax argmin max.dim min.dim median.dim mode", _over(1, many=False, make=_real)),
     **_each("kthvalue", _over(2, many=False, make=_real)),
     **_each("var.correction std.correction var_mean.correction std_mean.correction", _spread),
-    **_each("linalg_vector_norm", _norm),
+    **_each("linalg_vector_norm norm.ScalarOpt_dim", _norm),
     **_each("count_nonzero.dim_IntList", _count),
     **_each("nansum", _nansum),
     **_each("cumsum cumprod logcumsumexp cummax cummin sort argsort", _scan),
@@ -1291,6 +1386,7 @@ SAMPLES: Mapping[str, Sampler] = {
     **_CONVOLUTIONS,
     **_MOVEMENT,
     **_REDUCTIONS,
+    **_LINEAR_ALGEBRA,
     **_NORMALIZATIONS,
     **_PLANES,
     **_ATTENTION,
