@@ -106,7 +106,8 @@ class Offload:
 
     Attributes:
         pattern: Over module paths.
-        what: ``"activations"``, from the forward to the backward.
+        what: ``"activations"``, from the forward to the backward, or ``"parameters"``, with their
+            gradients and their optimizer state, but while they are used.
     """
 
     pattern: str
@@ -314,23 +315,26 @@ def keep(pattern: str) -> Keep:
 
 
 def offload(pattern: str, what: str | None = None) -> Offload | OffloadStates:
-    """Keep activations inside the modules that match, or the optimizer's state, in host memory.
+    """Keep activations or parameters of the modules that match, or optimizer state, in host memory.
 
     Args:
-        pattern: Glob over module paths; everything inside a module that matches belongs to it. Or
-            ``"optimizer"``, for the state of all parameters.
-        what: ``"activations"``; left out, what the pattern says.
+        pattern: Glob over module paths (or parameter names, for parameters); everything inside a
+            module that matches belongs to it. Or ``"optimizer"``, for the state of all parameters,
+            or ``"parameters"``, for all parameters with their gradients and state.
+        what: ``"activations"`` or ``"parameters"``; left out, what the pattern says.
 
     Raises:
         HintError: It is something else that is to be offloaded.
     """
     if what is None and pattern == "optimizer":
         return OffloadStates()
+    if what is None and pattern == "parameters":
+        return Offload("*", "parameters")
     what = what or "activations"
-    if what != "activations":
+    if what not in ("activations", "parameters"):
         raise HintError(
-            f"cannot offload {what!r} of modules {pattern!r}: activations are what modules can put "
-            "into host memory"
+            f"cannot offload {what!r} of modules {pattern!r}: activations and parameters are what "
+            "modules can put into host memory"
         )
     return Offload(pattern, what)
 

@@ -26,7 +26,7 @@ from autopar.planner.batches import (
 )
 from autopar.planner.cuts import least_starts
 from autopar.planner.failures import keep_conflict, nothing_fits
-from autopar.planner.hints import Settled, settle
+from autopar.planner.hints import Settled, check_optimizer, settle
 from autopar.planner.lanes import WORTH, Lanes, prepare
 from autopar.planner.pipeline import Layout
 from autopar.planner.prove import prove
@@ -47,11 +47,7 @@ def make_plan(analysis: Analysis, request: Request) -> Plan:
         SearchTimeoutError: The time ran out before a plan was found.
     """
     settled = settle(analysis, request.cluster, request.hints, request.memory_fraction)
-    if settled.restrictions.offload_states and request.optimizer.host_bucket_elements is None:
-        raise HintError(
-            "cannot apply hint.offload('optimizer'): the optimizer keeps its state on the device; "
-            "pass optimizer=autopar.optim.AdamW, or an OptimizerSpec with host_bucket_elements"
-        )
+    check_optimizer(analysis.graph, settled.restrictions, request.optimizer)
     outer = _Outer(analysis, request, settled)
     outer.run()
     if not outer.found:

@@ -25,6 +25,7 @@ from autopar.hint import (
     Shares,
 )
 from autopar.ir.graph import INPUT, PARAMETER, Graph, Phase
+from autopar.options import OptimizerSpec
 from autopar.planner.cuts import CutHint
 from autopar.schedules.table import schedule_named
 from autopar.search.analysis import Analysis
@@ -103,11 +104,17 @@ def settle(
         _check_shares(shares, degrees)
     recompute = tuple(h.pattern for h in hints if isinstance(h, Recompute))
     keep = tuple(h.pattern for h in hints if isinstance(h, Keep))
-    offload = tuple(h.pattern for h in hints if isinstance(h, Offload))
+    away = [h for h in hints if isinstance(h, Offload)]
+    offload = tuple(h.pattern for h in away if h.what == "activations")
+    homes = tuple(h.pattern for h in away if h.what == "parameters")
     _check_modules(analysis.graph, recompute, keep, offload)
+    for pattern in homes:
+        _check_below(pattern, names)
     states = any(isinstance(h, OffloadStates) for h in hints)
-    for run in cluster.devices if offload or states else ():
-        _check_host(run.device, offload[0] if offload else "optimizer")
+    asked = next((h for h in hints if isinstance(h, Offload | OffloadStates)), None)
+    if asked is not None:
+        for run in cluster.devices:
+            _check_host(run.device, asked)
     fraction = cluster.usable_memory_fraction if memory_fraction is None else memory_fraction
     return Settled(
         degrees=degrees,
@@ -118,6 +125,7 @@ def settle(
             keep=keep,
             offload=offload,
             offload_states=states,
+            offload_parameters=homes,
         ),
         schedule=spec.name,
         chunks=spec.least_chunks if schedule is None else schedule.chunks or spec.least_chunks,
@@ -192,14 +200,50 @@ def check_pattern(pattern: str, names: Sequence[str]) -> None:
     )
 
 
-def _check_host(device: Device, pattern: str) -> None:
+def _check_below(pattern: str, names: Sequence[str]) -> None:
+    """Refuse a pattern below which there is no parameter."""
+    if not any(below(pattern, name) for name in names):
+        check_pattern(pattern, names)
+
+
+def check_optimizer(graph: Graph, restrictions: Restrictions, optimizer: OptimizerSpec) -> None:
+    """Refuse to put what an optimizer updates where it cannot.
+
+    Raises:
+        HintError: It keeps its state on the device.
+    """
+    if optimizer.host_bucket_elements is not None:
+        return
+    asked: Offload | OffloadStates | None = None
+    if restrictions.offload_states:
+        asked = OffloadStates()
+    for pattern in restrictions.offload_parameters:
+        if any(below(pattern, name) for name in graph.gradients):
+            asked = asked or Offload(pattern, "parameters")
+    if asked is not None:
+        raise HintError(
+            f"cannot apply {_in_words(asked)}: the optimizer keeps its state on the device; pass "
+            "optimizer=autopar.optim.AdamW, or an OptimizerSpec with host_bucket_elements"
+        )
+
+
+def _in_words(asked: Offload | OffloadStates) -> str:
+    """A hint as it was written."""
+    if isinstance(asked, OffloadStates):
+        return "hint.offload('optimizer')"
+    if asked.what == "activations":
+        return f"hint.offload({asked.pattern!r})"
+    return f"hint.offload({asked.pattern!r}, what={asked.what!r})"
+
+
+def _check_host(device: Device, asked: Offload | OffloadStates) -> None:
     """Refuse to offload where that frees nothing."""
     if has_host_memory(device):
         return
     why = "its host memory is its own memory" if device.unified_memory else "it has no host memory"
     raise HintError(
-        f"cannot apply hint.offload({pattern!r}) on device '{device.kind}': {why}, so that offload "
-        "frees nothing; drop the hint, or give the device a host_memory and a host_link"
+        f"cannot apply {_in_words(asked)} on device '{device.kind}': {why}, so that offload frees "
+        "nothing; drop the hint, or give the device a host_memory and a host_link"
     )
 
 

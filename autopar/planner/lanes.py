@@ -65,7 +65,12 @@ def prepare(
         built = build_problem(
             analysis, mesh, cost, states, restrictions, num_stages=layout.num_stages
         )
-        asked = restrictions.recompute or restrictions.offload or restrictions.offload_states
+        asked = (
+            restrictions.recompute
+            or restrictions.offload
+            or restrictions.offload_states
+            or restrictions.offload_parameters
+        )
         forced = bool(asked)
         search = MeshSearch(built, layout, cost, forced=forced, limit_of=settled.usable_bytes)
         searches.update(dict.fromkeys(stages, search))

@@ -43,10 +43,17 @@ _NO_CUTS: Cuts = frozenset()
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """One legal choice of shardings for a node, in the order of its operands and outputs."""
+    """One legal choice of shardings for a node, in the order of its operands and outputs.
+
+    Attributes:
+        operands: Of every operand.
+        outputs: Of every output.
+        on_host: Of a parameter, whether its home is host memory.
+    """
 
     operands: tuple[Sharding, ...]
     outputs: tuple[Sharding, ...]
+    on_host: bool = False
 
 
 _Effect = tuple[tuple[AxisSharding, ...], tuple[AxisSharding, ...]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,14 @@ HALF = 0.5
 """Share of a class from which rounding has it run again."""
 
 
+class Way(Enum):
+    """Copies over the host link on the arcs of values: their direction and phase."""
+
+    IN_EARLY = auto()
+    IN_LATE = auto()
+    OUT_LATE = auto()
+
+
 @dataclass(slots=True)
 class Columns:
     """Where the variables of a problem lie."""
@@ -40,6 +49,9 @@ class Columns:
     away: list[range | None] = field(default_factory=list)
     states: list[range | None] = field(default_factory=list)
     added_up: dict[int, list[tuple[int, Arc]]] = field(default_factory=dict)
+    over_link: dict[Way, list[tuple[int, float]]] = field(
+        default_factory=lambda: {way: [] for way in Way}
+    )
 
 
 def search(program: IntegerProgram, columns: Columns, deadline: float, gap: float) -> Outcome:

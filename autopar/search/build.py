@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.cost.node import NodeCost, local_bytes
@@ -38,7 +38,7 @@ from autopar.ir.sharding import (
 )
 from autopar.rules.strategies import Strategy, strategies
 from autopar.search.analysis import Analysis, Readers
-from autopar.search.layouts import Layouts, axis_order, leading, plain_shardings, reads_terms
+from autopar.search.layouts import Home, Layouts, axis_order, leading, plain_shardings, reads_terms
 from autopar.search.problem import (
     Again,
     Arc,
@@ -122,7 +122,7 @@ class Built:
     problem: Problem
     classes: tuple[_Class, ...]
     entries: tuple[Entry, ...]
-    layouts: tuple[tuple[Sharding, ...], ...]
+    layouts: tuple[tuple[Sharding | Home, ...], ...]
     roots: tuple[tuple[Ref, ...], ...]
     mesh: Mesh
     builder: _Builder = field(repr=False, compare=False)
@@ -169,7 +169,7 @@ class _Builder:
                 for index, sharding in enumerate(strategy.outputs):
                     if any(isinstance(axis, Partial) for axis in sharding):
                         self.partial_outputs.add((number, index))
-        self.classes = tuple(classes)
+        self.classes = self.device_classes = tuple(classes)
         self.carried = self._carried()
         self.all_entries = merge_regions(
             analysis,
@@ -343,6 +343,7 @@ class _Builder:
         backward: list[Need] = []
         again: list[Again] = []
         fixed: list[int] = []
+        delivered: dict[int, list[Sharding | Home]] = {}
         for key, (reader, ref) in readers.items():
             if key[0] == "result":
                 fixed.append(layouts.number(whole(self.mesh)))
@@ -356,6 +357,8 @@ class _Builder:
                 again.append(Again(self.rerun_of[key[0]], need.layouts))
             if not crosses and need.node == entry and need.layouts == gives:
                 continue
+            if key[1] == "gradient":
+                delivered[len(forward)] = self._where(key[0], needed)
             (backward if crosses else forward).append(need)
         if not (forward or backward or fixed or again):
             return None
@@ -367,14 +370,20 @@ class _Builder:
             Arc(a.tail, a.head, a.seconds * len(group), a.held_bytes * len(group))
             for a in self._arcs(layouts, wanted, self._time_arcs(root), joined)
         )
+        if node.op == PARAMETER:
+            gives = self._numbers(self._where(producer, self._given(producer)), layouts)
+        for at, wanted_at in delivered.items():
+            forward[at] = replace(forward[at], layouts=self._numbers(wanted_at, layouts))
+        arcs += tuple(self._copies(node, layouts, len(group)))
         held = 1 if node.op in SOURCE_OPS else min(self.num_stages, self.mesh.microbatches)
         size = [local_bytes(layouts.kind, s) * len(group) * held for s in layouts.index]
+        size += [0] * len(layouts.homes)
         return (
             Value(
                 name=str(root),
                 producer=entry,
                 gives=gives,
-                num_layouts=len(layouts.index),
+                num_layouts=len(layouts.all),
                 arcs=arcs,
                 forward=tuple(dict.fromkeys(forward)),
                 backward=tuple(dict.fromkeys(backward)),
@@ -386,9 +395,57 @@ class _Builder:
                 rerun=self.rerun_of.get(producer) if node.phase is Phase.FORWARD else None,
                 again=tuple(dict.fromkeys(again)),
                 leave=self._leave(group, layouts, bool(backward)) if backward or again else None,
+                late=node.phase is Phase.BACKWARD,
+                homes=tuple(layouts.homes.values()) if node.op == PARAMETER else (),
+                least_home=self._must_stream([ref.node for ref in group], layouts),
             ),
             layouts,
         )
+
+    def _must_stream(self, names: Sequence[str], layouts: Layouts) -> float:
+        """Share of parameters that hints have brought from their home for every phase."""
+        return len(self._at_home(names)) / len(names) if layouts.homes else 0.0
+
+    def _given(self, number: int) -> list[Sharding]:
+        """Sharding that each choice of a class of parameters stores."""
+        return [s.outputs[0] for s in self._strategies_of(number)]
+
+    def _where(self, number: int, shardings: Sequence[Sharding]) -> list[Sharding | Home]:
+        """Shardings under every choice of a class of parameters, on the host or the device."""
+        own = zip(self._strategies_of(number), shardings, strict=True)
+        return [Home(sharding) if s.on_host else sharding for s, sharding in own]
+
+    @staticmethod
+    def _numbers(places: Sequence[Sharding | Home], layouts: Layouts) -> tuple[int, ...]:
+        return tuple(
+            layouts.home(p.sharding) if isinstance(p, Home) else layouts.index[p] for p in places
+        )
+
+    def _copies(self, node: Node, layouts: Layouts, count: int) -> Iterator[Arc]:
+        """The ways of parameters from their homes, or of gradients to them, in all microbatches.
+
+        Terms of microbatches are added up in host memory.
+        """
+        device, time = self.cost.device, self.mesh.time_axis
+        slow = compute_copy(device.kind)
+        for sharding, home in layouts.homes.items():
+            here, adds_up = layouts.index[sharding], False
+            if node.op != PARAMETER and time is not None:
+                terms = (
+                    layouts.index.get(replaced(sharding, time, axis))
+                    for axis in dict.fromkeys(s[time] for s in layouts.index)
+                    if isinstance(axis, Partial)
+                )
+                term = next((number for number in terms if number is not None), None)
+                here, adds_up = (here, False) if term is None else (term, True)
+            often = count
+            if node.op == PARAMETER or adds_up:
+                often *= self.mesh.microbatches
+            link_s = often * local_bytes(layouts.kind, sharding) / device.host_link_bytes_per_s
+            lost_s = slow.second * (1 - 1 / slow.first) * link_s
+            seconds = lost_s + often * max(device.host_op_s, AGAIN_S)
+            tail, head = (home, here) if node.op == PARAMETER else (here, home)
+            yield Arc(tail, head, seconds, link_s=link_s, adds_up=adds_up)
 
     def _needed(self, reader: int, port: object, ref: Ref) -> list[Sharding]:
         """Sharding of the root that each choice of the reading class needs."""
@@ -520,6 +577,23 @@ class _Builder:
         )
         self.rerun_of = {c: n for n, c in enumerate(sorted(self.recompute.classes))}
         self.leaves = has_host_memory(self.cost.device)
+        if self.leaves:
+            self._offer_homes()
+
+    def _offer_homes(self) -> None:
+        """Offer parameters host memory as their home, under each of their choices."""
+        classes, entries = list(self.device_classes), list(self.entries)
+        for number, made in enumerate(self.device_classes):
+            trained = made.node.op == PARAMETER and made.node.target in self.gradients
+            if made.node.op != PARAMETER or (trained and not self.states.may_leave):
+                continue
+            index, _ = self.places[number]
+            assert entries[index].classes == (number,)
+            there = tuple(replace(s, on_host=True) for s in made.strategies)
+            classes[number] = replace(made, strategies=(*made.strategies, *there))
+            more = tuple((own + len(there),) for (own,) in entries[index].choices)
+            entries[index] = Entry((number,), (*entries[index].choices, *more))
+        self.classes, self.entries = tuple(classes), tuple(entries)
 
     def reruns(self) -> tuple[tuple[Rerun, ...], tuple[tuple[str, ...], ...]]:
         """Classes that may run again, and their members in the order in which they are taken."""
@@ -752,7 +826,7 @@ class _Builder:
         count = len(entry.members)
         kind = entry.node.outputs[0]
         trainable = entry.node.target in self.gradients
-        seconds, resident, gradients, states = [], [], [], []
+        seconds, resident, gradients, states, there = [], [], [], [], []
         for strategy in entry.strategies:
             held = local_bytes(kind, strategy.outputs[0])
             elements = held / DTYPE_BYTES[kind.dtype]
@@ -760,10 +834,19 @@ class _Builder:
             own = self.states.gradient_bytes_per_element or DTYPE_BYTES[kind.dtype]
             gradient = elements * own if trainable else 0.0
             moved = 2 * (held + state) + gradient if trainable else 0.0
-            seconds.append(count * moved / self.states.update_bytes_per_s)
-            resident.append(count * (held + state))
-            gradients.append(count * gradient)
-            states.append(count * state)
+            update_s = moved / self.states.update_bytes_per_s
+            if strategy.on_host and trainable:
+                came = held + state + gradient
+                update_s = max(update_s, came / self.cost.device.host_link_bytes_per_s)
+            here = 0 if strategy.on_host else count
+            seconds.append(count * update_s)
+            resident.append(here * (held + state))
+            gradients.append(here * gradient)
+            states.append(here * state)
+            # Beside the gradients that are added up, those of a microbatch arrive.
+            arriving = gradient * (1 + (self.mesh.time_axis is not None))
+            there.append((count - here) * (held + state + arriving))
+        must = self._at_home(entry.members)
         return Choices(
             name=entry.node.name,
             count=count,
@@ -772,7 +855,27 @@ class _Builder:
             gradient_bytes=tuple(gradients),
             divisible=count > 1,
             state_bytes=tuple(states) if self.leaves and self.states.may_leave else (),
+            host_bytes=tuple(there) if any(there) else (),
+            least_host=len(must) / count if any(there) else 0.0,
         )
+
+    def home_order(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Members of a class, those that hints put into host memory in front."""
+        must = self._at_home(names)
+        return tuple(sorted(names, key=lambda name: name not in must))
+
+    def _at_home(self, names: Sequence[str]) -> set[str]:
+        """Nodes of parameters that hints put into host memory."""
+        if not self.leaves:
+            return set()
+        by_name = self.graph.by_name
+        patterns = self.restrictions.offload_parameters
+        return {
+            name
+            for name in names
+            if by_name[name].op == PARAMETER
+            and any(below(pattern, by_name[name].target) for pattern in patterns)
+        }
 
 
 def _joined(own: Sequence[Choices], entry: Entry) -> Choices:
@@ -794,6 +897,8 @@ def _joined(own: Sequence[Choices], entry: Entry) -> Choices:
         gradient_bytes=total("gradient_bytes"),
         divisible=first.divisible,
         state_bytes=total("state_bytes"),
+        host_bytes=total("host_bytes") if any(own[n].host_bytes for n in entry.classes) else (),
+        least_host=max(own[number].least_host for number in entry.classes),
     )
 
 
@@ -886,7 +991,8 @@ def with_reruns(built: Built, solutions: Sequence[Solution] = ()) -> Built:
         built,
         problem=problem,
         entries=builder.entries,
-        layouts=tuple(tuple(table.index) for table in layouts),
+        classes=builder.classes,
+        layouts=tuple(table.all for table in layouts),
         roots=tuple(roots),
         reruns=members,
     )

@@ -19,6 +19,7 @@ from autopar.plan.records import NodePlan, ParameterPlan, StagePlan
 from autopar.rules.strategies import Strategy
 from autopar.search.analysis import Analysis
 from autopar.search.build import Built
+from autopar.search.layouts import Home
 from autopar.search.problem import (
     Shares,
     Solution,
@@ -27,19 +28,7 @@ from autopar.search.problem import (
 
 def decode(built: Built, analysis: Analysis, solution: Solution) -> StagePlan:
     """The stage that a solution stands for."""
-    picked: dict[str, Strategy] = {}
-    states: set[str] = set()
-    for index, (entry, choice) in enumerate(zip(built.entries, solution.choice, strict=True)):
-        shares = solution.choice_shares.get(index, ((choice, 1.0),))
-        leanest = built.problem.nodes[index].resident_bytes
-        for number, place in zip(entry.classes, range(len(entry.classes)), strict=True):
-            members = built.classes[number].members
-            chosen_by = dealt(shares, leanest, len(members))
-            for name, chosen in zip(members, chosen_by, strict=True):
-                picked[name] = built.classes[number].strategies[entry.choices[chosen][place]]
-            for chosen, share in solution.state_shares.get(index, ()):
-                own = [n for n, c in zip(members, chosen_by, strict=True) if c == chosen]
-                states.update(own[: math.ceil(share * len(members) - 1e-6)])
+    picked, states = _picked(built, solution)
     recomputed = {
         name
         for names, share in zip(built.reruns, solution.rerun_shares, strict=True)
@@ -53,19 +42,17 @@ def decode(built: Built, analysis: Analysis, solution: Solution) -> StagePlan:
             continue
         shares = solution.kept_shares.get(index, ((layout, 1.0),))
         leanest = built.problem.values[index].kept_bytes
+        first = built.builder.home_order([ref.node for ref in group])
+        rank = {name: (not picked[name].on_host, at) for at, name in enumerate(first)}
         left = [ref for ref in group if ref.node not in recomputed]
+        left.sort(key=lambda ref: rank[ref.node])
         for ref, chosen in zip(left, dealt(shares, leanest, len(left)), strict=True):
-            kept[str(ref)] = (layouts[chosen],)
+            kept[str(ref)] = _held(layouts[chosen], picked[ref.node])
         order = [ref for ref in built.builder.leave_order(group) if ref in left]
         for chosen, share in solution.away_shares.get(index, ()):
             own = [str(ref) for ref in order if kept[str(ref)] == (layouts[chosen],)]
             offloaded.update(own[: math.ceil(share * len(group) - 1e-6)])
-    added_up: dict[str, Sharding] = {}
-    for index, shares in solution.added_shares.items():
-        group, layouts = built.roots[index], built.layouts[index]
-        leanest = built.problem.values[index].kept_bytes
-        for ref, chosen in zip(group, dealt(shares, leanest, len(group)), strict=True):
-            added_up[str(ref)] = layouts[chosen]
+    added_up = _added_up(built, analysis, solution, picked)
     graph = analysis.graph
     used = _used(built, analysis, picked)
     parameters, inputs, nodes = [], {}, []
@@ -78,7 +65,9 @@ def decode(built: Built, analysis: Analysis, solution: Solution) -> StagePlan:
                     stored=picked[node.name].outputs[0],
                     used=used.get(node.name, ()),
                     trainable=node.target in graph.gradients,
-                    state_on_host=node.name in states and node.target in graph.gradients,
+                    state_on_host=node.target in graph.gradients
+                    and (node.name in states or picked[node.name].on_host),
+                    on_host=picked[node.name].on_host,
                 )
             )
         elif node.op == INPUT:
@@ -98,6 +87,52 @@ def decode(built: Built, analysis: Analysis, solution: Solution) -> StagePlan:
         offloaded=tuple(value for value in kept if value in offloaded),
         added_up=added_up,
     )
+
+
+def _picked(built: Built, solution: Solution) -> tuple[dict[str, Strategy], set[str]]:
+    """Strategy of every node, and the parameters whose state alone is in host memory."""
+    picked: dict[str, Strategy] = {}
+    states: set[str] = set()
+    for index, (entry, choice) in enumerate(zip(built.entries, solution.choice, strict=True)):
+        shares = solution.choice_shares.get(index, ((choice, 1.0),))
+        leanest = built.problem.nodes[index].resident_bytes
+        for place, number in enumerate(entry.classes):
+            members = built.builder.home_order(built.classes[number].members)
+            chosen_by = dealt(shares, leanest, len(members))
+            for name, chosen in zip(members, chosen_by, strict=True):
+                picked[name] = built.classes[number].strategies[entry.choices[chosen][place]]
+            for chosen, share in solution.state_shares.get(index, ()):
+                own = [n for n, c in zip(members, chosen_by, strict=True) if c == chosen]
+                states.update(own[: math.ceil(share * len(members) - 1e-6)])
+    return picked, states
+
+
+def _held(layout: Sharding | Home, maker: Strategy) -> tuple[Sharding, ...]:
+    """Where a value is kept on the device; nowhere if it comes from its home again."""
+    if isinstance(layout, Home):
+        return () if maker.on_host else (layout.sharding,)
+    return (layout,)
+
+
+def _added_up(
+    built: Built, analysis: Analysis, solution: Solution, picked: Mapping[str, Strategy]
+) -> dict[str, Sharding]:
+    """Where the terms of microbatches are added up: in host memory for parameters at home there."""
+    graph, found = analysis.graph, {}
+    nodes = {node.target: node.name for node in graph.sources(PARAMETER)}
+    home = {
+        analysis.root(ref).root
+        for name, ref in graph.gradients.items()
+        if picked[nodes[name]].on_host
+    }
+    for index, shares in solution.added_shares.items():
+        layouts = built.layouts[index]
+        leanest = built.problem.values[index].kept_bytes
+        group = sorted(built.roots[index], key=lambda ref: ref not in home)
+        for ref, chosen in zip(group, dealt(shares, leanest, len(group)), strict=True):
+            layout = layouts[chosen]
+            found[str(ref)] = layout.sharding if isinstance(layout, Home) else layout
+    return found
 
 
 def dealt(shares: Shares, size: Sequence[float], count: int) -> list[int]:

@@ -5,7 +5,8 @@ Variables: ``x[n, c]`` (class n picks choice c, binary), ``k[v, l]`` (value v is
 persistent value that is not its own layout), ``r[q, c]`` (class q runs again under choice c),
 ``w[q, t]`` (it has by moment t), ``b[q, t]`` (bytes it then holds), ``a[v, l]`` (value v, kept in
 layout l, is away), ``s[n, c]`` (the state of class n under choice c is away), ``e`` (seconds of
-copies that nothing hides, one for each direction).
+copies that nothing hides, one for each phase and direction). Parameters whose home is host memory
+are choices among others: what they give is a layout there, and an arc leads from it to the device.
 
 =====================================================================  =======================
 (1) sum_c x[n, c] = 1                                                  ``_add_choices``
@@ -20,8 +21,9 @@ copies that nothing hides, one for each direction).
 (9) b[q, t] >= sum_c bytes[c] r[q, c] - most * (1 - w[q, t])           ``_add_moment``
 (10) resident + kept and gradients at t + sum_q b[q, t] <= limit       ``_add_moment``
 (11) a[v, l] <= k[v, l]; what is away is not held                      ``_add_away``
-(12) e >= seconds of what is away - hides * compute of the phase       ``_add_link``
-(13) bytes of what is away <= host limit                               ``_add_link``
+(12) e >= seconds of what is away and of arcs over the link            ``_add_link``
+     - hides * compute of the phase
+(13) bytes of what is away and at home there <= host limit             ``_add_link``
 (14) s[n, c] <= x[n, c]; state that is away is not resident            ``_add_states``
 =====================================================================  =======================
 
@@ -42,7 +44,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.search.branch import GAP, SHARE, Columns, search, taken
+from autopar.search.branch import GAP, SHARE, Columns, Way, search, taken
 from autopar.search.linear import IntegerProgram, Outcome, run
 from autopar.search.problem import Arc, Moment, Problem, Shares, Solution, Value
 
@@ -80,6 +82,9 @@ def _add_choices(program: IntegerProgram, problem: Problem, columns: Columns) ->
         integer = len(node.seconds) > 1 and not node.divisible
         own = program.columns(list(node.seconds), integer=integer)
         program.row(1, 1, [(c, 1.0) for c in own])
+        if node.least_host > 0:
+            away = [(c, 1.0) for c, size in zip(own, node.host_bytes, strict=True) if size]
+            program.row(node.least_host, 1, away)
         columns.pick.append(own)
 
 
@@ -116,6 +121,8 @@ def _add_keeps(program: IntegerProgram, problem: Problem, columns: Columns) -> N
             program.row(1, 1, kept + remade)
         else:
             program.row(-np.inf, 1, kept)
+        if value.least_home > 0:
+            program.row(value.least_home, 1, [(keep[layout], 1.0) for layout in value.homes])
         columns.keep.append(keep)
         if not value.persistent:
             columns.extra.append(None)
@@ -171,7 +178,7 @@ def _add_link(program: IntegerProgram, problem: Problem, columns: Columns) -> No
         if own is not None
         for column, size in zip(own, node.state_bytes, strict=True)
     ]
-    if problem.link is None or not (leaving or states):
+    if problem.link is None:
         return
     # In milliseconds, and in parts of the host's memory, as the solver's tolerances ask for.
     copied = [
@@ -179,22 +186,30 @@ def _add_link(program: IntegerProgram, problem: Problem, columns: Columns) -> No
         for _, leave, own in leaving
         for column, seconds in zip(own, leave.seconds, strict=True)
     ]
+    arcs = columns.over_link
     hides = 1e3 * problem.link.hides
     again = [
         (column, -hides * seconds)
         for rerun, own in zip(problem.reruns, columns.again, strict=True)
         for column, seconds in zip(own, rerun.seconds, strict=True)
     ]
-    for hiding, more in ((problem.link.early, []), (problem.link.late, again)):
-        if not copied:
-            break
-        (exposed,) = program.columns([1e-3], upper=np.inf)
-        beside = [
+    early, late = (
+        [
             (column, -hides * own)
             for node, seconds in hiding
             for column, own in zip(columns.pick[node], seconds, strict=True)
         ]
-        program.row(-np.inf, 0, [*copied, *beside, *more, (exposed, -1.0)])
+        for hiding in (problem.link.early, problem.link.late)
+    )
+    for copies, beside in (
+        (copied, early),
+        (arcs[Way.IN_EARLY], early),
+        ([*copied, *arcs[Way.IN_LATE]], [*late, *again]),
+        (arcs[Way.OUT_LATE], [*late, *again]),
+    ):
+        if copies:
+            (exposed,) = program.columns([1e-3], upper=np.inf)
+            program.row(-np.inf, 0, [*copies, *beside, (exposed, -1.0)])
     limit = max(problem.link.host_limit_bytes, 1.0)
     held = [
         (column, size / limit)
@@ -202,7 +217,14 @@ def _add_link(program: IntegerProgram, problem: Problem, columns: Columns) -> No
         for column, size in zip(own, value.kept_bytes, strict=True)
     ]
     held += [(column, size / limit) for column, size in states]
-    program.row(-np.inf, 1.0, held)
+    held += [
+        (column, size / limit)
+        for node, pick in zip(problem.nodes, columns.pick, strict=True)
+        for column, size in zip(pick, node.host_bytes, strict=False)
+        if size
+    ]
+    if held:
+        program.row(-np.inf, 1.0, held)
 
 
 def _giving(value: Value, columns: Columns, layout: int) -> list[int]:
@@ -219,20 +241,23 @@ def _add_flows(program: IntegerProgram, problem: Problem, columns: Columns) -> N
         for layout in value.fixed_needs:
             exact.append([[] for _ in range(value.num_layouts)])
             exact[-1][layout] = [(-1, 1.0)]
+        copied = columns.over_link[Way.OUT_LATE if value.late else Way.IN_EARLY]
         if keep is None:
-            _add_phase(program, value, made, exact, [], added_up)
+            _add_phase(program, value, made, exact, [], added_up, copied)
             continue
         kept: _Terms = [[(keep[n], 1.0)] for n in range(value.num_layouts)]
         if value.backward and value.rerun is None:
-            _add_phase(program, value, made, [*exact, kept], [], added_up)
+            _add_phase(program, value, made, [*exact, kept], [], added_up, copied)
         else:
-            _add_phase(program, value, made, exact, [kept], added_up)
+            _add_phase(program, value, made, exact, [kept], added_up, copied)
         there = [list(terms) for terms in kept]
         if value.rerun is not None:
             for layout, column in zip(value.gives, columns.again[value.rerun], strict=True):
                 there[layout].append((column, 1.0))
         exact = [_demand(value, columns.pick[need.node], need.layouts) for need in value.backward]
-        _add_phase(program, value, there, exact, _again(program, value, columns), added_up)
+        least = _again(program, value, columns)
+        copied = columns.over_link[Way.IN_LATE]
+        _add_phase(program, value, there, exact, least, added_up, copied)
 
 
 def _again(program: IntegerProgram, value: Value, columns: Columns) -> list[_Terms]:
@@ -275,6 +300,7 @@ def _add_phase(
     exact: list[_Terms],
     least: list[_Terms],
     added_up: list[tuple[int, Arc]],
+    copied: list[tuple[int, float]],
 ) -> None:
     """The flows of one phase.
 
@@ -285,6 +311,7 @@ def _add_phase(
         exact: Demands that add up to what is there.
         least: Demands that may leave something of it over.
         added_up: Is told the columns and arcs of what is added up in the loop.
+        copied: Is told the columns of copies over the host link, and their milliseconds.
     """
     shared = len(exact) + len(least) > 1
     upper = np.inf if least else 1.0
@@ -293,14 +320,23 @@ def _add_phase(
     for number, demand in enumerate([*exact, *least]):
         flow = program.columns([0.0] * len(costs) if shared else costs, upper=upper)
         _add_flow(program, value, made, demand, flow, np.inf if number >= len(exact) else 0.0)
-        if paid is not None:
+        if shared and paid is not None:
             for index, cost in enumerate(costs):
                 if cost > 0:
                     program.row(-np.inf, 0, [(flow[index], 1.0), (paid[index], -1.0)])
         if number == 0:
             added_up += [
-                (c, arc) for c, arc in zip(flow, value.arcs, strict=True) if arc.held_bytes
+                (c, arc)
+                for c, arc in zip(flow, value.arcs, strict=True)
+                if arc.held_bytes or arc.adds_up
             ]
+        if paid is None:
+            paid = flow
+    copied += [
+        (column, 1e3 * arc.link_s)
+        for column, arc in zip(paid or (), value.arcs, strict=False)
+        if arc.link_s
+    ]
 
 
 def _add_flow(
@@ -370,7 +406,13 @@ def away_bytes(problem: Problem, solution: Solution) -> float:
         for index, shares in solution.state_shares.items()
         for choice, share in shares
     )
-    return sum(values) + sum(states)
+    homes = (
+        share * node.host_bytes[choice]
+        for number, node in enumerate(problem.nodes)
+        if node.host_bytes
+        for choice, share in _shared(solution.choice_shares, number, solution.choice[number])
+    )
+    return sum(values) + sum(states) + sum(homes)
 
 
 def fits(problem: Problem, solution: Solution) -> bool:

@@ -23,15 +23,33 @@ from autopar.search.problem import (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Home:
+    """A layout in host memory, where the value is split so."""
+
+    sharding: Sharding
+
+
 @dataclass(slots=True)
 class Layouts:
-    """Numbered shardings of one value."""
+    """Numbered shardings of one value; behind them those in host memory, ``homes``."""
 
     kind: TensorType
     index: dict[Sharding, int] = field(default_factory=dict)
+    homes: dict[Sharding, int] = field(default_factory=dict)
 
     def number(self, sharding: Sharding) -> int:
+        assert not self.homes
         return self.index.setdefault(sharding, len(self.index))
+
+    def home(self, sharding: Sharding) -> int:
+        """Number of a layout in host memory, once all others have theirs."""
+        return self.homes.setdefault(sharding, len(self.index) + len(self.homes))
+
+    @property
+    def all(self) -> tuple[Sharding | Home, ...]:
+        """By number."""
+        return (*self.index, *map(Home, self.homes))
 
 
 def leading(

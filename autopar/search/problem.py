@@ -32,6 +32,8 @@ class Choices:
         divisible: Members may choose differently, so a share of the class is a choice too.
         state_bytes: The part of what is resident that may be in host memory, for all members;
             empty for none.
+        host_bytes: Of host memory that each choice takes, for all members; empty for none.
+        least_host: Share of the members that must choose what takes host memory.
     """
 
     name: str
@@ -41,19 +43,28 @@ class Choices:
     gradient_bytes: tuple[float, ...]
     divisible: bool = False
     state_bytes: tuple[float, ...] = ()
+    host_bytes: tuple[float, ...] = ()
+    least_host: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Arc:
     """A change of layout: from ``tail`` to ``head`` for ``seconds`` (all members).
 
-    What is added up over the microbatches holds ``held_bytes`` through the loop.
+    Attributes:
+        tail: From; ``head`` to.
+        seconds: Of the change, where no compute hides it.
+        held_bytes: What is added up over the microbatches holds so much through the loop.
+        link_s: Seconds that a copy to or from host memory takes of the link, beside compute.
+        adds_up: Whether terms of microbatches are added up behind it.
     """
 
     tail: int
     head: int
     seconds: float
     held_bytes: float = 0.0
+    link_s: float = 0.0
+    adds_up: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +188,10 @@ class Value:
         rerun: The entry of ``Problem.reruns`` that makes it again, if one may.
         again: Reads of classes that may run again.
         leave: How it may be away; None if it may not.
+        late: Whether it is made in the backward: its copies go to the host, those of others come
+            from there.
+        homes: Layouts in host memory, from which it comes again where one of them is kept.
+        least_home: Share of the members for which one of them must be.
     """
 
     name: str
@@ -194,6 +209,9 @@ class Value:
     rerun: int | None = None
     again: tuple[Again, ...] = ()
     leave: Leave | None = None
+    late: bool = False
+    homes: tuple[int, ...] = ()
+    least_home: float = 0.0
 
     @property
     def crosses(self) -> bool:

@@ -34,6 +34,7 @@ class Restrictions:
         recompute: Modules whose activations run again in the backward; ``keep`` those whose are
             kept; ``offload`` those whose are kept in host memory.
         offload_states: Whether all optimizer state is in host memory.
+        offload_parameters: Modules and parameters whose home is host memory.
     """
 
     zero: int | None = None
@@ -43,6 +44,7 @@ class Restrictions:
     keep: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
     offload_states: bool = False
+    offload_parameters: tuple[str, ...] = ()
 
 
 class RoleFilter:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 
-from autopar.search.problem import Arc, Problem, Value
+from autopar.search.problem import Arc, Choices, Problem, Value
 
 
 def steiner_s(value: Value, sources: frozenset[int], needed: frozenset[int]) -> float:
@@ -53,7 +53,7 @@ def _distances(value: Value) -> list[list[float]]:
 def brute_force(problem: Problem) -> float | None:
     """Least seconds of any choice within memory, None if there is none."""
     best: float | None = None
-    for choice in itertools.product(*(range(len(n.seconds)) for n in problem.nodes)):
+    for choice in itertools.product(*map(_choices, problem.nodes)):
         for again in itertools.product((False, True), repeat=len(problem.reruns)):
             places = itertools.product(_places(problem, again), _state_places(problem, choice))
             for (keeps, away), states in places:
@@ -73,6 +73,12 @@ def brute_force(problem: Problem) -> float | None:
                 if total < float("inf") and (best is None or total < best):
                     best = total
     return best
+
+
+def _choices(node: Choices) -> list[int]:
+    """What a node may pick."""
+    everything = range(len(node.seconds))
+    return [c for c in everything if not node.least_host or node.host_bytes[c]]
 
 
 Again = Sequence[bool]
@@ -124,7 +130,8 @@ def _link_s(
     ]
     if link is None:
         return 0.0
-    if states + sum(v.kept_bytes[k] for v, _, k in gone) > link.host_limit_bytes:
+    homes = sum(n.host_bytes[c] for n, c in zip(problem.nodes, choice, strict=True) if n.host_bytes)
+    if states + homes + sum(v.kept_bytes[k] for v, _, k in gone) > link.host_limit_bytes:
         return float("inf")
     copied = sum(leave.seconds[k] for _, leave, k in gone)
     early = sum(seconds[choice[n]] for n, seconds in link.early)
@@ -132,9 +139,50 @@ def _link_s(
     late += sum(
         r.seconds[choice[r.node]] for r, runs in zip(problem.reruns, again, strict=True) if runs
     )
-    exposed = sum(max(0.0, copied - link.hides * hidden) for hidden in (early, late))
+    brought_early, brought_late, delivered = _over_link(problem, choice, again, keeps)
+    exposed = sum(
+        max(0.0, one - link.hides * hidden)
+        for one, hidden in (
+            (copied, early),
+            (brought_early, early),
+            (copied + brought_late, late),
+            (delivered, late),
+        )
+    )
     exposed += states * link.state_s_per_byte
     return exposed + sum(leave.lost_s[k] for _, leave, k in gone)
+
+
+def _over_link(
+    problem: Problem, choice: Sequence[int], again: Again, keeps: Sequence[int | None]
+) -> tuple[float, float, float]:
+    """Link seconds of arcs: from homes in the forward and the backward, and to them.
+
+    There is one arc from every home, or to it.
+    """
+    early = late = out = 0.0
+    for value, keep in zip(problem.values, keeps, strict=True):
+        made = value.gives[choice[value.producer]]
+        first, second = _needed(problem, value, choice, again, keep)
+        for arc in value.arcs:
+            if value.late:
+                out += arc.link_s * (arc.head in first)
+            else:
+                early += arc.link_s * (arc.tail == made and bool(first - {made}))
+                late += arc.link_s * (arc.tail == keep and bool(second - {made}))
+    return early, late, out
+
+
+def _needed(
+    problem: Problem, value: Value, choice: Sequence[int], again: Again, keep: int | None
+) -> tuple[set[int], set[int]]:
+    """Layouts of a value that are needed in its two phases."""
+    early = {n.layouts[choice[n.node]] for n in value.forward} | set(value.fixed_needs)
+    if keep is not None:
+        early.add(keep)
+    late = {n.layouts[choice[n.node]] for n in value.backward}
+    late |= {a.layouts[choice[problem.reruns[a.rerun].node]] for a in value.again if again[a.rerun]}
+    return early, late
 
 
 def _keep_options(problem: Problem, again: Again) -> list[list[int | None]]:
@@ -199,12 +247,8 @@ def _value_s(
     problem: Problem, value: Value, choice: Sequence[int], again: Again, keep: int | None
 ) -> float:
     made = value.gives[choice[value.producer]]
-    early = {n.layouts[choice[n.node]] for n in value.forward} | set(value.fixed_needs)
-    if keep is not None:
-        early.add(keep)
+    early, late = _needed(problem, value, choice, again, keep)
     total = steiner_s(value, frozenset({made}), frozenset(early))
-    late = {n.layouts[choice[n.node]] for n in value.backward}
-    late |= {a.layouts[choice[problem.reruns[a.rerun].node]] for a in value.again if again[a.rerun]}
     there = set() if keep is None else {keep}
     if value.rerun is not None and again[value.rerun]:
         there.add(made)

@@ -169,6 +169,104 @@ def offloading_problems(draw: st.DrawFn) -> Problem:
     return replace(plain, nodes=nodes, values=tuple(values), link=link, moments=moments)
 
 
+@st.composite
+def homed_problems(draw: st.DrawFn) -> Problem:
+    """Problems in which what a node holds may be at home in host memory, and what it reads too."""
+    plain = draw(offloading_problems())
+    number = draw(st.integers(0, len(plain.values) - 1))
+    node = plain.values[number].producer
+    found = doubled(plain, node)
+    sizes = plain.nodes[node].resident_bytes
+    none = (0.0,) * len(sizes)
+    nodes, values = list(found.nodes), list(found.values)
+    nodes[node] = replace(
+        nodes[node],
+        resident_bytes=sizes + none,
+        gradient_bytes=plain.nodes[node].gradient_bytes + none,
+        state_bytes=plain.nodes[node].state_bytes and plain.nodes[node].state_bytes + none,
+        host_bytes=none + sizes,
+        least_host=draw(st.sampled_from((0.0, 0.0, 1.0))) if any(sizes) else 0.0,
+    )
+    cost = st.integers(0, 20).map(float)
+    own = values[number]
+    given = tuple(dict.fromkeys(plain.values[number].gives))
+    homes = {layout: own.num_layouts + at for at, layout in enumerate(given)}
+    values[number] = replace(
+        own,
+        gives=plain.values[number].gives + tuple(homes[g] for g in plain.values[number].gives),
+        num_layouts=own.num_layouts + len(homes),
+        arcs=own.arcs + tuple(Arc(h, g, draw(cost), link_s=draw(cost)) for g, h in homes.items()),
+        kept_bytes=own.kept_bytes + (0.0,) * len(homes),
+        persistent=True,
+        rerun=None,
+        leave=None,
+        homes=tuple(homes.values()),
+    )
+    for at, value in enumerate(values):
+        if at != number and value.forward and not value.crosses and not value.persistent:
+            first = value.forward[0]
+            layouts = list(first.layouts)
+            if first.node == node:
+                layouts[len(sizes) :] = [value.num_layouts] * len(sizes)
+            into = Arc(0, value.num_layouts, draw(cost), link_s=draw(cost))
+            values[at] = replace(
+                value,
+                num_layouts=value.num_layouts + 1,
+                arcs=(*value.arcs, into),
+                forward=(Need(first.node, tuple(layouts)), *value.forward[1:]),
+                kept_bytes=(*value.kept_bytes, 0.0),
+                late=True,
+            )
+    return replace(found, nodes=tuple(nodes), values=tuple(values))
+
+
+def doubled(problem: Problem, node: int) -> Problem:
+    """The problem in which every choice of a node is there twice."""
+
+    def own(number: int, each: tuple[Any, ...]) -> tuple[Any, ...]:
+        return each + each if number == node else each
+
+    reruns = problem.reruns
+    link = problem.link
+    assert link is not None
+    return replace(
+        problem,
+        nodes=tuple(replace(n, seconds=own(at, n.seconds)) for at, n in enumerate(problem.nodes)),
+        values=tuple(
+            replace(
+                value,
+                gives=own(value.producer, value.gives),
+                forward=tuple(Need(n.node, own(n.node, n.layouts)) for n in value.forward),
+                backward=tuple(Need(n.node, own(n.node, n.layouts)) for n in value.backward),
+                again=tuple(
+                    Again(a.rerun, own(reruns[a.rerun].node, a.layouts)) for a in value.again
+                ),
+            )
+            for value in problem.values
+        ),
+        reruns=tuple(replace(r, seconds=own(r.node, r.seconds)) for r in reruns),
+        moments=tuple(
+            replace(
+                m,
+                held=tuple((r, own(reruns[r].node, held)) for r, held in m.held),
+                passing=tuple((n, own(n, sizes)) for n, sizes in m.passing),
+            )
+            for m in problem.moments
+        ),
+        link=replace(
+            link,
+            early=tuple((n, own(n, seconds)) for n, seconds in link.early),
+            late=tuple((n, own(n, seconds)) for n, seconds in link.late),
+        ),
+    )
+
+
+@settings(max_examples=100, deadline=None)
+@given(homed_problems())
+def test_homes_in_host_memory_equal_brute_force(problem: Problem) -> None:
+    test_program_equals_brute_force.hypothesis.inner_test(problem)  # type: ignore[attr-defined]
+
+
 @settings(max_examples=100, deadline=None)
 @given(offloading_problems())
 def test_offload_and_recompute_equal_brute_force(problem: Problem) -> None:
