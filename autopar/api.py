@@ -18,11 +18,12 @@ import torch
 from torch import nn
 
 from autopar.capture import Captured, capture_step
+from autopar.capture.alone import Alone
 from autopar.capture.cache import RememberedCaptures, stored_capture
 from autopar.capture.precision import Precision, check_held, dtype_of, precision_of
 from autopar.cost.node import axis_seconds
 from autopar.errors import AutoparError, PlanError, UnsupportedError
-from autopar.hint import Hint
+from autopar.hint import Hint, PerMicrobatch
 from autopar.ir.graph import KEY, PARAMETER, Graph, Node, Ref
 from autopar.ir.sharding import Mesh
 from autopar.lower.chunks import lower_chunks, on_one_rank
@@ -35,6 +36,7 @@ from autopar.options import ADAMW, OptimizerSpec, Options, rules_by_op
 from autopar.plan.check import check
 from autopar.plan.records import NodePlan, Plan
 from autopar.plan.serialize import from_json, to_json
+from autopar.planner.alone import best_plan
 from autopar.planner.driver import make_plan
 from autopar.planner.request import Request
 from autopar.rules.strategies import strategies
@@ -147,28 +149,48 @@ def plan(
     """
     options = options or Options()
     casts = _checked(precision, model, optimizer)
-    start = time.perf_counter()
 
-    def capture() -> Captured:
-        return capture_step(model, batch, loss, grad=True, precision=casts)
+    def captured_in(count: int) -> Captured:
+        alone = _alone(hints, count)
 
-    if recipe is None or loss is not None:
-        captured = _REMEMBERED.get(model, batch, loss, capture, casts)
-    else:
-        captured = stored_capture(recipe if precision is None else f"{recipe} {casts}", capture)
-    capture_s = time.perf_counter() - start
-    analysis = analyse(captured.graph, rules_by_op(options))
-    request = Request(
-        model=type(model).__name__,
-        fingerprint=captured.fingerprint,
-        cluster=cluster,
-        hints=tuple(hints),
-        optimizer=optimizer_spec(optimizer),
-        time_limit_s=options.time_limit_s,
-        memory_fraction=options.memory_fraction,
-        capture_s=capture_s,
-    )
-    return make_plan(analysis, request)
+        def capture() -> Captured:
+            return capture_step(model, batch, loss, grad=True, precision=casts, alone=alone)
+
+        if recipe is None or loss is not None:
+            return _REMEMBERED.get(model, batch, loss, capture, (casts, alone))
+        depends = [str(own) for own in (None if precision is None else casts, alone) if own]
+        return stored_capture(" ".join((recipe, *depends)), capture)
+
+    def step_of(count: int) -> tuple[Analysis, Request]:
+        start = time.perf_counter()
+        captured = captured_in(count)
+        capture_s = time.perf_counter() - start
+        request = Request(
+            model=type(model).__name__,
+            fingerprint=captured.fingerprint,
+            cluster=cluster,
+            hints=tuple(hints),
+            optimizer=optimizer_spec(optimizer),
+            time_limit_s=options.time_limit_s,
+            memory_fraction=options.memory_fraction,
+            capture_s=capture_s,
+        )
+        return analyse(captured.graph, rules_by_op(options)), request
+
+    return best_plan(step_of)
+
+
+def _alone(hints: Sequence[Hint], count: int) -> Alone | None:
+    """What hints want computed from each of ``count`` microbatches alone."""
+    patterns = tuple(h.pattern for h in hints if isinstance(h, PerMicrobatch))
+    return Alone(patterns, count) if patterns and count > 1 else None
+
+
+def _alone_of(plan: Plan | None) -> Alone | None:
+    """What a plan computes from each microbatch alone."""
+    if plan is None or not plan.per_microbatch:
+        return None
+    return Alone(plan.per_microbatch, plan.microbatches)
 
 
 def _checked(given: Precision | str | None, model: nn.Module, optimizer: Optimizer) -> Precision:
@@ -232,6 +254,10 @@ class _Job:
     options: Options
 
 
+_Step = tuple[Captured, Analysis, float]
+"""A captured step, analysed, and the seconds of its capture."""
+
+
 class _Compiler:
     """Captures, plans and lowers a step whenever the module meets a new one."""
 
@@ -243,16 +269,20 @@ class _Compiler:
         self.peers: StagePeers | None = None
 
     def __call__(self, parallel: ParallelModule, request: StepRequest) -> StepSource:
-        captured, analysis, capture_s = self._phase("capture", lambda: self._capture(request))
-        self.session.agree_equal("captured steps", captured.fingerprint)
-        plan = self._plan(captured, analysis, capture_s)
+        known = _alone_of(self.settled or self.given)
+        found = self._captured(request, known)
+        plan = self._plan(request, found)
+        if known is None and plan.per_microbatch:
+            found = self._captured(request, _alone_of(plan))
+        captured, analysis, _ = found
+        self._phase("the check of the plan", lambda: self._check(plan, captured, analysis))
         programs = self._phase("lowering", lambda: self._lower(analysis, plan))
         if self.settled is None:
             self._phase("sharding the parameters", lambda: self._adopt(parallel, captured, plan))
             self.settled = plan
         return StepSource(
             program=programs[0],
-            stage=self._stage_source(captured, analysis, plan),
+            stage=self._stage_source(captured, analysis, plan, programs[0]),
             microbatches=programs if len(programs) > 1 else (),
             plan=plan,
             constants=captured.constants,
@@ -272,7 +302,13 @@ class _Compiler:
         self.session.agree(name, failed)
         return result
 
-    def _capture(self, request: StepRequest) -> tuple[Captured, Analysis, float]:
+    def _captured(self, request: StepRequest, alone: Alone | None) -> _Step:
+        """The step, the same on every rank."""
+        found: _Step = self._phase("capture", lambda: self._capture(request, alone))
+        self.session.agree_equal("captured steps", found[0].fingerprint)
+        return found
+
+    def _capture(self, request: StepRequest, alone: Alone | None) -> _Step:
         start = time.perf_counter()
         with _InMode(self.job.model, request.training, request.trainable):
             captured = capture_step(
@@ -281,27 +317,41 @@ class _Compiler:
                 self.job.loss,
                 grad=request.grad,
                 precision=self.job.precision,
+                alone=alone,
             )
         capture_s = time.perf_counter() - start
         return captured, analyse(captured.graph, rules_by_op(self.job.options)), capture_s
 
-    def _plan(self, captured: Captured, analysis: Analysis, capture_s: float) -> Plan:
+    def _plan(self, request: StepRequest, found: _Step) -> Plan:
         """The plan of this step: the given one, or rank 0's."""
         given = self.given if self.settled is None else None
         if given is not None:
             plan = given
         else:
-            text = self._phase("planning", lambda: self._search(captured, analysis, capture_s))
+            text = self._phase("planning", lambda: self._search(request, found))
             plan = from_json(self.session.broadcast_text(text))
         self.session.agree_equal("plans", _digest(plan))
-        self._phase("the check of the plan", lambda: self._check(plan, captured, analysis))
         return plan
 
-    def _search(self, captured: Captured, analysis: Analysis, capture_s: float) -> str | None:
+    def _search(self, request: StepRequest, found: _Step) -> str | None:
+        """Rank 0's plan, as text."""
         if self.session.rank != 0:
             return None
+        if self.settled is not None:
+            return to_json(make_plan(found[1], self._asked(found)))
+
+        def step_of(count: int) -> tuple[Analysis, Request]:
+            alone = _alone(self.job.hints, count)
+            own = found if alone is None else self._capture(request, alone)
+            return own[1], self._asked(own)
+
+        return to_json(best_plan(step_of))
+
+    def _asked(self, found: _Step) -> Request:
+        """What to plan of a step."""
+        captured, _, capture_s = found
         options = self.job.options
-        request = Request(
+        return Request(
             model=type(self.job.model).__name__,
             fingerprint=captured.fingerprint,
             cluster=self.job.cluster,
@@ -312,7 +362,6 @@ class _Compiler:
             capture_s=capture_s,
             settled_plan=self.settled,
         )
-        return to_json(make_plan(analysis, request))
 
     def _check(self, plan: Plan, captured: Captured, analysis: Analysis) -> None:
         check(
@@ -354,7 +403,7 @@ class _Compiler:
         return tuple(found)
 
     def _stage_source(
-        self, captured: Captured, analysis: Analysis, plan: Plan
+        self, captured: Captured, analysis: Analysis, plan: Plan, program: Program
     ) -> StageSource | None:
         if len(plan.stages) == 1:
             return None
@@ -364,9 +413,12 @@ class _Compiler:
         rows = turns_of(plan.schedule, plan.num_stages, num_chunks, plan.microbatches)
         members = [{node.name for node in stage.nodes} for stage in plan.stages]
         graph = captured.graph
-        results = ([] if graph.loss is None else [graph.loss]) + [ref for _, ref in graph.aux]
+        head = [] if graph.loss is None else [graph.loss]
+        head += [ref for _, ref in graph.aux]
+        behind = len(head) + len(program.gradients)
+        places = [*enumerate(head), *enumerate(graph.mutations.values(), behind)]
         shared = []
-        for index, ref in enumerate(results):
+        for index, ref in places:
             made = analysis.root(ref).root.node
             stage = next((s for s, own in zip(held, members, strict=True) if made in own), 0)
             shared.append(SharedResult(index=index, stage=stage, type=graph.type_of(ref)))
@@ -442,14 +494,13 @@ def _check_stages(plan: Plan) -> None:
 
 
 def _with_results(program: Program, graph: Graph) -> Program:
-    """The program with a place for results that another stage makes."""
-    if graph.loss is None or program.loss is not None:
-        return program
-    made = dict(program.aux)
+    """The program with places for results and buffers that another stage makes."""
+    aux = dict(program.aux)
     return replace(
         program,
-        loss=Ref("#loss"),
-        aux=tuple((name, made.get(name, Ref(f"#{name}"))) for name, _ in graph.aux),
+        loss=None if graph.loss is None else program.loss or Ref("#loss"),
+        aux=tuple((name, aux.get(name, Ref(f"#{name}"))) for name, _ in graph.aux),
+        mutations={n: program.mutations.get(n, Ref(f"#buffer {n}")) for n in graph.mutations},
     )
 
 

@@ -136,13 +136,10 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class PerMicrobatch:
-    """The modules that match may take their statistics over a microbatch alone."""
+    """The modules that match are computed from each microbatch alone."""
 
     pattern: str
 
-
-Later = PerMicrobatch
-"""Hints that have their names already, and that this version refuses."""
 
 Hint = (
     Degrees
@@ -158,7 +155,7 @@ Hint = (
     | Keep
     | Offload
     | OffloadStates
-    | Later
+    | PerMicrobatch
 )
 
 
@@ -356,5 +353,15 @@ def stage(pattern: str, number: int) -> Stage:
 
 
 def per_microbatch(pattern: str) -> PerMicrobatch:
-    """Let the modules that match take statistics over a microbatch alone; refused for now."""
+    """Compute the modules that match from each microbatch alone, as if it were the whole batch.
+
+    Statistics over the batch in the middle of a model (batch norm, the balance of experts) then
+    allow several microbatches, on whose number the result depends: of B samples in M microbatches
+    the first B / M are one, whatever ranks split them. What a module returns for every sample is
+    unchanged otherwise, a number that it returns is averaged over the microbatches, and running
+    statistics of batch norms are updated once a microbatch.
+
+    Args:
+        pattern: Glob over module paths; everything inside a module that matches belongs to it.
+    """
     return PerMicrobatch(pattern)

@@ -212,6 +212,7 @@ HINTS = (
     "memory_limit",
     "microbatches",
     "offload",
+    "per_microbatch",
     "recompute",
     "replicate",
     "schedule",
@@ -225,6 +226,7 @@ _OF_PATTERN: Mapping[str, Callable[[str], Hint]] = {
     "cut_before": hint.cut_before,
     "keep": hint.keep,
     "offload": hint.offload,
+    "per_microbatch": hint.per_microbatch,
     "recompute": hint.recompute,
     "replicate": hint.replicate,
 }
@@ -240,7 +242,7 @@ def parse_hints(texts: Iterable[str]) -> tuple[Hint, ...]:
             ``microbatches=8``, ``schedule=gpipe``, ``schedule=interleaved:3`` (chunks),
             ``shares=5/2/1/0``,
             ``cut_before=layers.16``, ``stage=lm_head:3``, ``recompute=*.mlp``, ``keep=*.attn``,
-            ``offload=layers.*``,
+            ``offload=layers.*``, ``per_microbatch=*.bn*``,
             ``replicate=*.norm*``, ``shard=*.q_proj.weight:0:tp``.
 
     Raises:

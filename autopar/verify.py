@@ -7,7 +7,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from autopar.api import compile as compile_parallel
+from autopar.capture import Alone, in_turn
 from autopar.capture.keyed import keyed
 from autopar.capture.precision import AS_IT_IS, Precision, casting, precision_of
 from autopar.hint import Hint
@@ -124,13 +125,15 @@ def verify(
     spec |= {"hints": list(hints), "batch": batch, "seq": seq, "precision": precision}
     with tempfile.TemporaryDirectory(prefix="autopar-verify-") as name:
         traces = []
-        for who, count in (("reference", 1), ("parallel", ranks)):
+        for who, count in (("parallel", ranks), ("reference", 1)):
             folder = Path(name) / who
             folder.mkdir()
             (folder / "job.json").write_text(json.dumps(spec | {"who": who}))
             run_workers("autopar.verify", folder, count, on_event=on_event)
             traces.append(Trace(**torch.load(folder / "trace.pt", weights_only=True)))
-    reference, parallel = traces
+            # What a plan computes from each microbatch alone, the reference does too.
+            spec["alone"] = json.loads((folder / "alone.json").read_text())
+    parallel, reference = traces
     found = compare(reference, parallel, casts)
     return Report(comparisons=found, num_processes=ranks, steps=steps)
 
@@ -261,15 +264,18 @@ def _full(value: Any) -> Tensor:
     return torch.as_tensor(value).detach().clone().cpu()
 
 
-def _reference(
-    subject: Subject, precision: Precision, steps: int, tell: Callable[..., None]
-) -> Trace:
+def _reference(subject: Subject, spec: Mapping[str, Any], tell: Callable[..., None]) -> Trace:
+    precision, alone = precision_of(spec["precision"]), Alone(**spec["alone"])
     numbers = itertools.count()
     for parameter in subject.model.parameters():
         parameter.data = parameter.data.to(precision.stored(parameter.dtype))
 
     def step() -> Tensor:
-        with casting(subject.model, precision), keyed(subject.model, SEED, next(numbers)):
+        with (
+            in_turn(subject.model, subject.batch, subject.loss, alone=alone),
+            casting(subject.model, precision),
+            keyed(subject.model, SEED, next(numbers)),
+        ):
             if subject.loss is None:
                 found = _call(subject.model, subject.batch)
                 found = found if isinstance(found, Tensor) else found.loss
@@ -283,7 +289,7 @@ def _reference(
         step,
         subject.model,
         lambda: nn.utils.clip_grad_norm_(parameters, 1.0),
-        steps,
+        spec["steps"],
         tell,
     )
 
@@ -296,7 +302,7 @@ def _call(model: nn.Module, batch: Any) -> Any:
 
 def _parallel(
     subject: Subject, spec: Mapping[str, Any], hints: tuple[Hint, ...], tell: Callable[..., None]
-) -> Trace:
+) -> tuple[Trace, Alone]:
     parallel = compile_parallel(
         subject.model,
         load_cluster(spec["cluster"]),
@@ -313,7 +319,8 @@ def _parallel(
         loss: Tensor = result[0] if isinstance(result, tuple) else result
         return loss
 
-    return train(step, parallel, lambda: clip_grad_norm_(parallel, 1.0), spec["steps"], tell)
+    trace = train(step, parallel, lambda: clip_grad_norm_(parallel, 1.0), spec["steps"], tell)
+    return trace, Alone(parallel.plan.per_microbatch, parallel.plan.microbatches)
 
 
 def main(folder: str) -> None:
@@ -329,11 +336,11 @@ def main(folder: str) -> None:
             job.tell(phase=who, **event)
 
         if who == "reference":
-            precision = precision_of(spec["precision"])
-            trace = _reference(subject, precision, spec["steps"], tell)
+            trace, alone = _reference(subject, spec, tell), Alone(**spec["alone"])
         else:
-            trace = _parallel(subject, spec, parse_hints(spec["hints"]), tell)
+            trace, alone = _parallel(subject, spec, parse_hints(spec["hints"]), tell)
         if job.rank == 0:
+            (job.folder / "alone.json").write_text(json.dumps(asdict(alone)))
             torch.save(trace._asdict(), job.folder / "trace.pt")
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

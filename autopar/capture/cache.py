@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture.precision import AS_IT_IS, Precision
+from autopar.capture.precision import AS_IT_IS
 from autopar.capture.step import Captured, capture_key
 from autopar.ir.graph import Arg, Const, Graph, Node, Phase, Ref, Source, TensorType
 
@@ -220,6 +220,8 @@ def encode(captured: Captured) -> dict[str, Any]:
         "aliases": dict(graph.aliases),
         "batch_dims": dict(graph.batch_dims),
         "summed": dict(graph.summed),
+        "alone": list(graph.alone),
+        "microbatches": graph.microbatches,
         "constants": {name: _tensor_out(value) for name, value in captured.constants.items()},
         "inputs": list(captured.inputs),
         "fingerprint": captured.fingerprint,
@@ -271,6 +273,8 @@ def decode(content: Mapping[str, Any]) -> Captured:
         aliases=content["aliases"],
         batch_dims=content["batch_dims"],
         summed=content["summed"],
+        alone=tuple(content["alone"]),
+        microbatches=content["microbatches"],
     )
     return Captured(
         graph=graph,
@@ -327,7 +331,7 @@ class RememberedCaptures:
         batch: Any,
         loss: object,
         make: Callable[[], Captured],
-        precision: Precision = AS_IT_IS,
+        options: Hashable = AS_IT_IS,
     ) -> Captured:
         """The capture of a training step, made if there is none that holds.
 
@@ -336,17 +340,17 @@ class RememberedCaptures:
             batch: Global batch.
             loss: Function, or None.
             make: Captures.
-            precision: Casts that are part of the step.
+            options: What else the step depends on: its precision, modules computed apart.
         """
         if loss is not None and (not isinstance(loss, FunctionType) or loss.__closure__):
             return make()
-        key = (capture_key(model, batch, grad=True), precision, tuple(_state(model)))
+        key = (capture_key(model, batch, grad=True), options, tuple(_state(model)))
         at = (id(model), id(loss))
         kept = self._kept.get(at)
         if kept is None or kept.model() is not model or kept.key != key:
             made = make()
             # What the capture itself changes for good (lazy modules) is part of what holds.
-            key = (capture_key(model, batch, grad=True), precision, tuple(_state(model)))
+            key = (capture_key(model, batch, grad=True), options, tuple(_state(model)))
             kept = self._kept[at] = _Remembered(weakref.ref(model), loss, key, made)
         self._kept.move_to_end(at)
         for place, other in list(self._kept.items()):

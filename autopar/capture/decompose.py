@@ -414,6 +414,11 @@ def _bn_forward(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     return batch_norm(x, *rest)
 
 
+def _number(x: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Any:
+    """A copy of a number, which is what ``vmap`` makes of one that meets a 0-d tensor."""
+    return NotImplemented if isinstance(x, Tensor) else torch.full((), x, dtype=dtype)
+
+
 def _bn_stateless(
     x: Tensor, weight: Any, bias: Any, training: bool, momentum: float, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -421,6 +426,7 @@ def _bn_stateless(
 
 
 DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
+    aten._to_copy.default: _number,
     aten.mean.default: _mean_default,
     aten.mean.dim: mean,
     aten.var.correction: _var,

@@ -7,7 +7,7 @@ import hashlib
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _force_original_view_tracking as force_view_replay
 
+from autopar.capture.alone import (
+    BATCH_NORM,
+    Alone,
+    Apart,
+    Dims,
+    InTurn,
+    Watch,
+    catch,
+    check_divides,
+    dims_of_calls,
+    part_of,
+    paths_matching,
+    samples_of,
+)
 from autopar.capture.batch import batch_dims, flatten_batch, unflatten_batch
 from autopar.capture.checkpoints import without_checkpoints
 from autopar.capture.decompose import DECOMPOSITIONS
@@ -32,7 +46,7 @@ from autopar.capture.shapes import Shapes
 from autopar.capture.simplify import finish, simplify
 from autopar.capture.substitute import Leaves, substituted
 from autopar.capture.tape import Tape
-from autopar.errors import AutoparError, CaptureError
+from autopar.errors import AutoparError, CaptureError, UnsupportedError
 from autopar.ir.graph import BUFFER, CONSTANT, INPUT, KEY, PARAMETER, Graph, Phase, Ref, Source
 
 Loss = Callable[[nn.Module, Any], Any]
@@ -91,6 +105,7 @@ def capture_step(
     *,
     grad: bool,
     precision: Precision = AS_IT_IS,
+    alone: Alone | None = None,
 ) -> Captured:
     """The training step of a model as a graph.
 
@@ -104,6 +119,7 @@ def capture_step(
         loss: Computes the loss; by default the model's output if 0-d, else its ``loss``.
         grad: With the backward, or the forward alone under ``no_grad``.
         precision: Casts that become part of the step.
+        alone: Modules to compute from each microbatch alone.
 
     Raises:
         CaptureError: The step is no fixed graph, or has no loss.
@@ -112,7 +128,8 @@ def capture_step(
     paths, tensors, _ = flatten_batch(batch)
     with _no_collection():
         program = _Program(model, loss or default_loss, precision, grad)
-        tape, results, aliases = _record(program, batch)
+        calls = _calls(program, batch, alone)
+        tape, results, aliases = _record(program, batch, calls)
         rewrites = {**REWRITES, **mask_rewrites(tape.constants)}
         drafts, refs = simplify(tape.steps, results.refs(), rewrites)
         nodes, refs = finish(drafts, refs)
@@ -125,12 +142,45 @@ def capture_step(
             mutations=results.buffers,
             aliases=aliases,
             batch_dims=batch_dims(paths, tensors),
+            alone=calls.paths,
+            microbatches=calls.microbatches,
         )
         graph = with_precision(graph, precision)
         used = {node.target for node in graph.sources(CONSTANT)}
         constants = {name: value for name, value in tape.constants.items() if name in used}
         text = fingerprint(graph, constants)
     return Captured(graph=graph, constants=constants, inputs=paths, fingerprint=text)
+
+
+@contextmanager
+def in_turn(
+    model: nn.Module, batch: Any, loss: Loss | None = None, *, alone: Alone
+) -> Iterator[None]:
+    """Have modules of the eager model run on one microbatch after the other.
+
+    This is the one-process reference of a step captured with ``alone``.
+
+    Args:
+        model: As of `capture_step`, as are ``batch`` and ``loss``; it is left as it was.
+        batch: Of the sizes of those that it runs on.
+        loss: Which is not run on numbers here.
+        alone: What sees one microbatch at a time.
+
+    Raises:
+        UnsupportedError: A module cannot run so.
+    """
+    program = _Program(model, loss or default_loss, AS_IT_IS, grad=False)
+    calls = _calls(program, batch, alone)
+    caught = [model.get_submodule(path) for path in calls.paths]
+    before = [vars(module).get("forward") for module in caught]
+    catch(model, calls.paths, InTurn(calls.microbatches, calls.dims))
+    try:
+        yield
+    finally:
+        for module, own in zip(caught, before, strict=True):
+            del module.forward
+            if own is not None:
+                module.forward = own
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +193,52 @@ class _Program:
     grad: bool
 
 
-def _record(program: _Program, batch: Any) -> tuple[Tape, _Results, Mapping[str, str]]:
+@dataclass(frozen=True, slots=True)
+class _Calls:
+    """Modules to catch.
+
+    Attributes:
+        paths: Of the modules.
+        microbatches: That see them side by side.
+        dims: Where their calls count samples.
+        watch: Notes their calls instead of running them apart.
+    """
+
+    paths: tuple[str, ...] = ()
+    microbatches: int = 1
+    dims: Mapping[tuple[str, int], Dims] = field(default_factory=dict)
+    watch: Watch | None = None
+
+
+def _calls(program: _Program, batch: Any, alone: Alone | None) -> _Calls:
+    """What must be known of the modules that see one microbatch at a time."""
+    if alone is None or alone.microbatches == 1:
+        return _Calls()
+    check_divides(batch, alone.microbatches)
+    paths = paths_matching(program.model, alone.patterns)
+    if not paths:
+        return _Calls()
+    samples = samples_of(batch) // alone.microbatches
+    watches = Watch(), Watch()
+    for times, watch in enumerate(watches, 1):
+        part = part_of(batch, times * samples)
+        try:
+            _record(replace(program, grad=False), part, _Calls(paths, watch=watch))
+        except AutoparError:
+            raise
+        except Exception as error:
+            raise UnsupportedError(
+                f"cannot run the model on {times * samples} of its samples, as "
+                f"hint.per_microbatch asks for with {alone.microbatches} microbatches: {error}; "
+                "use fewer microbatches, or drop the hint"
+            ) from error
+    ran = tuple(dict.fromkeys(path for path, _ in watches[0].seen))
+    return _Calls(ran, alone.microbatches if ran else 1, dims_of_calls(*watches))
+
+
+def _record(
+    program: _Program, batch: Any, calls: _Calls
+) -> tuple[Tape, _Results, Mapping[str, str]]:
     """A functional tape of the step, its results, and the second names of tied tensors."""
     paths, tensors, _ = flatten_batch(batch)
     model = program.model
@@ -154,7 +249,9 @@ def _record(program: _Program, batch: Any) -> tuple[Tape, _Results, Mapping[str,
         shapes.fake_mode,
         _plain_torch(),
     ):
-        draws = Draws(shapes.like(make_key(0, 0)), provenance.path)
+        apart = Apart(calls.microbatches, calls.dims, tape)
+        catch(model, calls.paths, calls.watch or apart)
+        draws = Draws(shapes.like(make_key(0, 0)), lambda: apart.checked_path(provenance.path()))
         decompositions = {**DECOMPOSITIONS, **draws.table()}
 
         def recorder_for(tape: Tape) -> Recorder:
@@ -163,7 +260,7 @@ def _record(program: _Program, batch: Any) -> tuple[Tape, _Results, Mapping[str,
         fakes = [shapes.like(t).requires_grad_(t.requires_grad) for t in tensors]
         _enter(tape, leaves, paths, fakes)
         tape.add_source(KEY, KEY, draws.key)
-        run = _Run(program, leaves, recorder_for(tape), provenance, draws)
+        run = _Run(program, leaves, recorder_for(tape), provenance, draws, apart)
         results = run.step(unflatten_batch(batch, fakes))
         if not tape.mutated:
             return tape, results, leaves.aliases
@@ -271,12 +368,19 @@ class _Run:
     recorder: Recorder
     provenance: Provenance
     draws: Draws
+    apart: Apart
 
     def step(self, batch: Any) -> _Results:
         """Run forward, loss and backward."""
         model, precision, grad = self.program.model, self.program.precision, self.program.grad
         attention = Attention(self.draws, self.recorder.tape)
-        intercept = Intercept({SDPA: attention, F.dropout: self.draws.dropout})
+        intercept = Intercept(
+            {
+                SDPA: attention,
+                F.dropout: self.draws.dropout,
+                BATCH_NORM: self.apart.batch_norm,
+            }
+        )
         replayed_views = force_view_replay(True)
         with torch.set_grad_enabled(grad), replayed_views, self.recorder:
             with (

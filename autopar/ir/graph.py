@@ -203,6 +203,8 @@ class Graph:
         batch_dims: Input path to the dim that counts samples; absent if it has none.
         summed: Parameter name to the narrowest dtype in which terms of its gradient may be summed;
             absent where they come in no narrower one.
+        alone: Paths of the modules that are computed from each microbatch alone; ``microbatches``
+            how many there are, which is then part of what the step computes.
     """
 
     nodes: tuple[Node, ...]
@@ -213,6 +215,8 @@ class Graph:
     aliases: Mapping[str, str] = field(default_factory=dict)
     batch_dims: Mapping[str, int] = field(default_factory=dict)
     summed: Mapping[str, str] = field(default_factory=dict)
+    alone: tuple[str, ...] = ()
+    microbatches: int = 1
 
     @cached_property
     def by_name(self) -> Mapping[str, Node]:

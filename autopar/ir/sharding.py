@@ -39,6 +39,8 @@ class Mesh:
         rows: Equal rows of the batch, each of which the time axis cuts into microbatches. Meshes
             that split the batch into different numbers of parts run the same microbatches if their
             rows are equal and a multiple of those numbers.
+        in_turn: Whether the first samples of the batch are the first microbatch, which the ranks'
+            axes then split; else every rank's part of the batch is cut into microbatches.
         shares: For every axis, how many equal parts of the batch each of its ranks takes; empty
             for one each. No entries at all: so on every axis.
     """
@@ -49,6 +51,7 @@ class Mesh:
     roles: tuple[str, ...] = ()
     rows: int = 1
     shares: tuple[tuple[int, ...], ...] = ()
+    in_turn: bool = False
 
     def __post_init__(self) -> None:
         assert len(self.names) == len(self.sizes)
@@ -83,7 +86,12 @@ class Mesh:
             shares=self.shares[:-1],
         )
 
-    def with_time(self, microbatches: int, rows: int = 1) -> Mesh:
+    @property
+    def turns(self) -> int:
+        """Parts of the batch that follow each other and that the ranks' axes split each."""
+        return self.microbatches if self.in_turn else 1
+
+    def with_time(self, microbatches: int, rows: int = 1, *, in_turn: bool = False) -> Mesh:
         """The mesh of ranks with a time axis behind it, if there are several microbatches."""
         space = self.space
         if microbatches == 1:
@@ -95,6 +103,7 @@ class Mesh:
             (*space.roles, TIME),
             rows,
             (*space.shares, ()) if space.shares else (),
+            in_turn,
         )
 
     def shares_of(self, axis: int) -> tuple[int, ...]:

@@ -44,6 +44,11 @@ def check(
     _check_ranks(plan, cluster_ranks)
     _check_batch(plan, graph)
     _check_model(plan, graph)
+    if graph.alone and plan.microbatches != graph.microbatches:
+        raise _edited(
+            f"modules are computed from each of {graph.microbatches} microbatches alone, it has "
+            f"{plan.microbatches}"
+        )
     if fingerprint is not None and plan.fingerprint != fingerprint:
         raise _refusal(
             "parameters and batch are the same, but the captured step is another: the model's "

@@ -18,6 +18,7 @@ from autopar.plan.text import (
     WIDTH,
     add_grouped,
     add_row,
+    alone_text,
     collective_table,
     legend,
     mesh_text,
@@ -75,6 +76,13 @@ def explain_view(plan: Plan, module: str = "") -> RenderableType:
                 parts.append(section(title, [_filled(columns, rows)]))
                 cells += [cell for row in rows for cell in row.meaning[1:]]
         parts += [section(w, [made]) for w, made in saving_tables(plan, stage, roots).items()]
+    alone = [
+        path
+        for path in plan.per_microbatch
+        if _below(path, roots) or any(_below(root, (path,)) for root in roots)
+    ]
+    if alone:
+        parts.append(section(f"{alone_text(alone)}, of {plan.microbatches}", []))
     parts += [legend(cells), *_communication(plan, roots)]
     return Group(*parts)
 

@@ -272,6 +272,8 @@ class Plan:
         stages: One entry a chunk of the model, in its order. A pipeline stage is a group of ranks:
             it holds one chunk, or several under some schedules.
         microbatches: Number of microbatches.
+        per_microbatch: Paths of the modules that are computed from each microbatch alone, so that
+            the results depend on their number.
         schedule: Order in which the stages run them, a name of ``autopar.schedules``.
         transfers: Values that cross stages.
         notes: What a user should know: dims kept whole, idle ranks, ops with the rule ``whole``.
@@ -287,6 +289,7 @@ class Plan:
     hints: tuple[str, ...] = ()
     stages: tuple[StagePlan, ...]
     microbatches: int = 1
+    per_microbatch: tuple[str, ...] = ()
     schedule: str = "1f1b"
     transfers: tuple[Transfer, ...] = ()
     notes: tuple[str, ...] = ()

@@ -97,9 +97,17 @@ def _headline(plan: Plan) -> RenderableType:
     add_row(facts, "batch", ", ".join(f"{path} {kind}" for path, kind in plan.batch.items()))
     if plan.microbatches != 1:
         add_row(facts, "", f"in {plan.microbatches} microbatches")
+    if plan.per_microbatch:
+        add_row(facts, "", alone_text(plan.per_microbatch))
     if plan.hints:
         add_row(facts, "hints", ", ".join(map(hint_text, plan.hints)))
     return Group(title, Padding(facts, (0, 0, 0, 2)))
+
+
+def alone_text(modules: Iterable[str]) -> str:
+    """What is computed from each microbatch alone, in words."""
+    names = ", ".join(folded.name for folded in fold_names((path, "") for path in modules))
+    return f"computed from each microbatch alone: {names}"
 
 
 def _meshes(plan: Plan) -> Sequence[str]:
@@ -166,7 +174,8 @@ def _batch_roles(stage: StagePlan, axis: int) -> list[str]:
     """Whether an axis splits the outer dim of values, or an inner one."""
     made = [_split(n.outputs[0], axis) for n in stage.nodes if op_of(n.name) in KEY_OPS]
     splits = [split for split in made if split is not None]
-    outer = sum(split.dim == 0 and split.outer == 1 for split in splits)
+    turns = (1, stage.mesh.turns)
+    outer = sum(split.dim == 0 and split.outer in turns for split in splits)
     return [] if not splits else ["dp"] if 2 * outer >= len(splits) else ["sp"]
 
 

@@ -48,6 +48,7 @@ def assemble(
         stages=best.pipeline.stages,
         transfers=best.pipeline.transfers,
         microbatches=best.mesh.microbatches,
+        per_microbatch=graph.alone,
         schedule=best.schedule,
         notes=(*_notes(analysis, best), *_without_effect(request.hints, best)),
         memory_limit_bytes=best.limit_bytes,

@@ -89,10 +89,14 @@ def microbatch_counts(
     return tuple(enough or possible[-1:])
 
 
-def in_time(spaces: Sequence[Mesh], microbatches: int) -> tuple[Mesh, ...]:
-    """The meshes of stages with a time axis on which all run the same microbatches."""
-    rows = common_rows(spaces)
-    return tuple(space.with_time(microbatches, rows) for space in spaces)
+def in_time(graph: Graph, spaces: Sequence[Mesh], microbatches: int) -> tuple[Mesh, ...]:
+    """The meshes of stages with a time axis on which all run the same microbatches.
+
+    Where the step says which samples are a microbatch, they follow each other in the batch.
+    """
+    in_turn = bool(graph.alone)
+    rows = 1 if in_turn else common_rows(spaces)
+    return tuple(space.with_time(microbatches, rows, in_turn=in_turn) for space in spaces)
 
 
 def batch_misfit(graph: Graph, mesh: Mesh) -> str:

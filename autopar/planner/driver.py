@@ -122,15 +122,12 @@ class _Outer:
             self.analysis.graph,
             self.settled.microbatches,
             layout,
-            lambda count: any(self._fits(in_time(self._shared(s, count), count)) for s in choices),
+            lambda count: any(self._fits(self._in_time(s, count)) for s in choices),
         )
         before = beat_s = math.inf
         for count in counts:
             try:
-                here = [
-                    self._try(layout, in_time(self._shared(s, count), count), beat_s)
-                    for s in choices
-                ]
+                here = [self._try(layout, self._in_time(s, count), beat_s) for s in choices]
             except UnsupportedError:
                 # The model needs its whole batch at once: then there are no more microbatches.
                 if count == counts[0]:
@@ -148,6 +145,10 @@ class _Outer:
     def _fits(self, meshes: Sequence[Mesh]) -> bool:
         """Whether the batch can be cut over the meshes of all stages."""
         return not any(batch_misfit(self.analysis.graph, mesh) for mesh in meshes)
+
+    def _in_time(self, spaces: Sequence[Mesh], microbatches: int) -> tuple[Mesh, ...]:
+        """The meshes of stages with shares of the batch and a time axis."""
+        return in_time(self.analysis.graph, self._shared(spaces, microbatches), microbatches)
 
     def _shared(self, spaces: Sequence[Mesh], microbatches: int) -> tuple[Mesh, ...]:
         """The meshes of stages with the shares of the batch that their ``dp`` ranks take."""
@@ -237,7 +238,7 @@ class _Outer:
         except HintError:
             return None
         count = self.settled.microbatches or filling_count(self.analysis.graph, layout, mesh)
-        mesh = mesh.with_time(count)
+        (mesh,) = in_time(self.analysis.graph, (mesh,), count)
         if not layout.fits(count) or count < 2 or batch_misfit(self.analysis.graph, mesh):
             return None
         ideal_s = 0.0 if self.ideal_s == math.inf else self.ideal_s

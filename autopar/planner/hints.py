@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from autopar.errors import HintError, UnsupportedError
+from autopar.errors import HintError
 from autopar.hint import (
     Degrees,
     Hint,
     Keep,
-    Later,
     MemoryLimit,
     Microbatches,
     Offload,
     OffloadStates,
+    PerMicrobatch,
     Recompute,
     Replicate,
     Schedule,
@@ -76,7 +76,6 @@ def settle(
 
     Raises:
         HintError: A hint matches nothing, repeats another or names an axis that is not there.
-        UnsupportedError: A hint asks for what this version does not do.
     """
     for given in hints:
         _check_kind(given)
@@ -87,6 +86,12 @@ def settle(
     microbatches = _only(hints, Microbatches, "hint.microbatches")
     if microbatches is not None:
         _check_microbatches(analysis.graph, microbatches.count)
+    alone = tuple(h.pattern for h in hints if isinstance(h, PerMicrobatch))
+    _check_match(analysis.graph, alone)
+    count = None if microbatches is None else microbatches.count
+    if alone or analysis.graph.alone:
+        # The step is that of one number of microbatches.
+        count = analysis.graph.microbatches
     parameters = tuple(h for h in hints if isinstance(h, Shard | Replicate))
     names = [node.target for node in analysis.graph.sources(PARAMETER)]
     names += list(analysis.graph.aliases)
@@ -131,19 +136,14 @@ def settle(
         chunks=spec.least_chunks if schedule is None else schedule.chunks or spec.least_chunks,
         cuts=cuts,
         shares=None if shares is None else shares.parts,
-        microbatches=None if microbatches is None else microbatches.count,
+        microbatches=count,
         memory_limit_bytes=None if limit is None else limit.limit_bytes,
         memory_fraction=fraction,
     )
 
 
 def _check_kind(given: object) -> None:
-    """Refuse what is no hint, and hints that this version cannot follow."""
-    if isinstance(given, Later):
-        raise UnsupportedError(
-            f"cannot follow hint {given}: this version plans no statistics of one microbatch; "
-            "leave it out"
-        )
+    """Refuse what is no hint."""
     if not isinstance(given, Hint):
         raise HintError(
             f"cannot use {given!r} as a hint: it is a {type(given).__name__}; give a list of what "
@@ -262,16 +262,8 @@ def _check_modules(graph: Graph, *patterns: Sequence[str]) -> None:
         graph: The step.
         patterns: Of `_FATES`, in that order.
     """
-    paths = {node.source.module for node in graph.nodes if node.phase is Phase.FORWARD} - {""}
-    for pattern in itertools.chain(*patterns):
-        if not any(below(pattern, path) for path in paths):
-            near = difflib.get_close_matches(pattern.strip("*."), sorted(paths), n=3, cutoff=0.3)
-            near = near or sorted(paths)[:3]
-            raise HintError(
-                f"cannot apply hint {pattern!r}: no module that runs in the forward matches; did "
-                f"you mean {', '.join(map(repr, near))}?"
-            )
-    for path in sorted(paths):
+    _check_match(graph, tuple(itertools.chain(*patterns)))
+    for path in sorted(_running(graph)):
         said = [
             (fate, pattern)
             for fate, own in zip(_FATES, patterns, strict=True)
@@ -284,6 +276,24 @@ def _check_modules(graph: Graph, *patterns: Sequence[str]) -> None:
             raise HintError(
                 f"cannot apply hint.{fate}({first!r}) and hint.{fate_2}({second!r}) to module "
                 f"{path!r}: one {_SAYS[fate]}, the other {_SAYS[fate_2]}; drop one"
+            )
+
+
+def _running(graph: Graph) -> set[str]:
+    """Paths of the modules that run in the forward."""
+    return {node.source.module for node in graph.nodes if node.phase is Phase.FORWARD} - {""}
+
+
+def _check_match(graph: Graph, patterns: Sequence[str]) -> None:
+    """Refuse patterns over modules that match nothing, naming near misses."""
+    paths = _running(graph)
+    for pattern in patterns:
+        if not any(below(pattern, path) for path in paths):
+            near = difflib.get_close_matches(pattern.strip("*."), sorted(paths), n=3, cutoff=0.3)
+            near = near or sorted(paths)[:3]
+            raise HintError(
+                f"cannot apply hint {pattern!r}: no module that runs in the forward matches; did "
+                f"you mean {', '.join(map(repr, near))}?"
             )
 
 

@@ -66,6 +66,7 @@ def _facts(a: Plan, b: Plan) -> Iterator[tuple[str, str, str]]:
         ("cluster", a.cluster, b.cluster),
         ("batch", _batch(a), _batch(b)),
         ("mesh", _mesh(a), _mesh(b)),
+        ("from each microbatch alone", _alone(a), _alone(b)),
         ("hints", ", ".join(a.hints) or "none", ", ".join(b.hints) or "none"),
         ("notes", "; ".join(a.notes) or "none", "; ".join(b.notes) or "none"),
     ):
@@ -80,6 +81,10 @@ def _batch(plan: Plan) -> str:
 def _mesh(plan: Plan) -> str:
     meshes = "; ".join(dict.fromkeys(map(mesh_text, plan.stages)))
     return meshes if len(plan.stages) == 1 else f"{meshes}, stages: {pipeline_text(plan)}"
+
+
+def _alone(plan: Plan) -> str:
+    return ", ".join(plan.per_microbatch) or "nothing"
 
 
 def _predictions(a: Plan, b: Plan) -> Iterator[tuple[str, str, str, str]]:

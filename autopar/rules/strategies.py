@@ -92,14 +92,17 @@ def strategies(
         output_types: Global types of its outputs.
         mesh: The mesh; an axis of one rank leaves the node whole. Its time axis splits no factor
             whose parts would be joined inside the node, since microbatches run one by one, and
-            cuts each of the mesh's ``rows`` of a factor.
+            cuts each of the mesh's ``rows`` of a factor, or the factor before the other axes where
+            microbatches are ``in_turn``.
         cuts: Where each factor may be cut besides ``(1, D)``.
         allow: Further restriction of an axis to factors; default none.
     """
     lister = _Lister(rule, tuple(operand_types), tuple(output_types), mesh, allow)
     options = _options(rule, cuts or {})
     found: dict[Strategy, None] = {}
-    for effects in lister.walk(options, 0, {}):
+    for walked in lister.walk(options, 0, {}):
+        placed = dict(zip(lister.order, walked, strict=True))
+        effects = [placed[axis] for axis in range(len(mesh.sizes))]
         operands = tuple(zip(*(e[0] for e in effects), strict=True))
         outputs = tuple(zip(*(e[1] for e in effects), strict=True))
         strategy = Strategy(
@@ -146,26 +149,30 @@ class _Lister:
         self.output_types = output_types
         self.mesh = mesh
         self.allow = allow
+        # What the time axis cuts first, the others cut further.
+        axes = range(len(mesh.sizes))
+        self.order = tuple(sorted(axes, key=lambda axis: mesh.in_turn and axis != mesh.time_axis))
         self.effects: dict[tuple[str, int, int, int, tuple[int, ...]], _Effect | None] = {}
 
     def walk(
-        self, options: Sequence[_Option], axis: int, taken: Mapping[str, tuple[_Taken, ...]]
+        self, options: Sequence[_Option], at: int, taken: Mapping[str, tuple[_Taken, ...]]
     ) -> Iterator[tuple[_Effect, ...]]:
-        """Effects of every axis from ``axis`` on, given the pieces taken by earlier ones."""
-        if axis == len(self.mesh.sizes):
+        """Effects of every axis of ``order`` from ``at`` on, given what earlier ones took."""
+        if at == len(self.order):
             yield ()
             return
+        axis = self.order[at]
         for option in options if self.mesh.sizes[axis] > 1 else options[:1]:
             if option.factor is None:
                 assert option.effect is not None
-                for rest in self.walk(options, axis + 1, taken):
+                for rest in self.walk(options, at + 1, taken):
                     yield (option.effect, *rest)
                 continue
             placed = self.take(axis, option, taken.get(option.factor, ()))
             if placed is None:
                 continue
             effect, pieces = placed
-            for rest in self.walk(options, axis + 1, {**taken, option.factor: pieces}):
+            for rest in self.walk(options, at + 1, {**taken, option.factor: pieces}):
                 yield (effect, *rest)
 
     def take(

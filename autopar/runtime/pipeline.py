@@ -32,7 +32,7 @@ from autopar.runtime.module import AxisGroup, Part, build_part
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedResult:
-    """A result that one stage makes and every rank returns: the loss, an entry of the dict.
+    """A result that one stage makes and every rank has: the loss, an entry of the dict, a buffer.
 
     Attributes:
         index: Its place among the program's results.

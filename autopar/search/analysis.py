@@ -41,6 +41,8 @@ class Analysis:
         read: Values that are read, those of one class and with the same readers together.
         cuts: Where factors may be cut.
         batch: Pieces that come from the batch dim of the inputs.
+        turns: Those of them that microbatches may split: all, unless modules are computed from each
+            microbatch alone, where the microbatches are the outermost piece.
         sequence: Pieces that come from the sequence dim of the inputs.
         minor: Pieces that every heavy op keeps whole (head widths, image planes): splitting them
             elsewhere would only be undone.
@@ -60,6 +62,7 @@ class Analysis:
     read: tuple[tuple[tuple[Ref, ...], Readers], ...]
     cuts: Pieces
     batch: Pieces
+    turns: Pieces
     sequence: Pieces
     minor: Pieces
     steady: frozenset[str]
@@ -103,10 +106,15 @@ def analyse(
     aliases = resolve_aliases(graph, lambda n: n.op not in SOURCE_OPS and rules[n.name].alias)
     dims = Dims(graph, rules)
     batch = trace_factor(graph, rules, _starts(graph, 0), dims=dims)
+    turns = batch
+    if graph.alone:
+        starts = _starts(graph, 0).items()
+        first = {ref: (dim, outer, graph.microbatches) for ref, (dim, outer, _) in starts}
+        turns = trace_factor(graph, rules, first, dims=dims)
     data = _without(graph, lambda node: node.op == PARAMETER)
     carried = carried_terms(graph, rules, aliases, batch)
     folding = fold(graph, aliases, carried, enabled=folded)
-    looped = frozenset(name for name, pieces in batch.items() if pieces and name not in data)
+    looped = frozenset(name for name, pieces in turns.items() if pieces and name not in data)
     return Analysis(
         graph=graph,
         rules=rules,
@@ -116,6 +124,7 @@ def analyse(
         read=_read(graph, aliases, folding),
         cuts=cut_sets(graph, rules, dims=dims),
         batch=batch,
+        turns=turns,
         sequence=trace_factor(graph, rules, _starts(graph, 1), dims=dims),
         minor=_minor(graph, rules, dims),
         steady=_without(graph, lambda node: node.op == PARAMETER or _is_floating_input(node)),

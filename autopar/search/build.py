@@ -211,7 +211,8 @@ class _Builder:
         if not kept and self.mesh.time_axis is not None:
             raise UnsupportedError(
                 f"cannot run {self.mesh.microbatches} microbatches: {node.op!r} in {node.source} "
-                "needs the whole batch in the middle of the step; use hint.microbatches(1)"
+                "needs the whole batch in the middle of the step; use hint.microbatches(1), or "
+                "hint.per_microbatch with the path of a module that may do with a microbatch"
             )
         if not kept:
             raise HintError(
@@ -256,7 +257,10 @@ class _Builder:
         if dim is None:
             return (whole(self.mesh),)
         allowed = [role in ("", "dp") for role in self.mesh.roles]
-        found = plain_shardings(shape, self.mesh, dims=(dim,), axes=allowed, shares=True)
+        turns = self.mesh.turns
+        found = plain_shardings(
+            shape, self.mesh, dims=(dim,), axes=allowed, shares=True, turns=turns
+        )
         return tuple(s for s in found if is_legal(shape, s, self.mesh))
 
     def _stored(self, node: Node, names: Sequence[str]) -> tuple[Sharding, ...]:

@@ -95,6 +95,7 @@ def plain_shardings(
     dims: Iterable[int],
     axes: Sequence[bool] | None = None,
     shares: bool = False,
+    turns: int = 1,
 ) -> tuple[Sharding, ...]:
     """Shardings that torch's plain ``Shard`` can express: contiguous, nested in mesh order.
 
@@ -104,6 +105,7 @@ def plain_shardings(
         dims: Which dims may be split.
         axes: Which axes may split them; None for all.
         shares: Whether ranks take their shares of the mesh instead of equal parts.
+        turns: Equal parts of a dim that follow each other, each of which is split.
     """
     dims = tuple(dims)
     found: list[Sharding] = []
@@ -125,8 +127,9 @@ def plain_shardings(
                 continue
             own = mesh.shares_of(axis) if shares else ()
             parts = sum(own) or ranks
-            outer, length = rows.get(dim, (1, shape[dim]))
-            fits = fits and length > 0 and (not (own or dim in rows) or length % parts == 0)
+            outer, length = rows.get(dim, (turns, shape[dim] // turns))
+            nested = bool(own) or dim in rows or turns > 1
+            fits = fits and length > 0 and (not nested or length % parts == 0)
             block = -(-length // parts)
             sharding.append(Split(dim, outer, block, own))
             rows[dim] = (outer * parts, 0 if length % parts else block)

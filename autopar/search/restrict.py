@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cached_property, partial
 
 from autopar.hint import Replicate, Shard
 from autopar.ir.casts import CAST, gradient_values
 from autopar.ir.graph import PARAMETER, Node, Ref
 from autopar.ir.sharding import TIME, WHOLE, Mesh, Partial, Sharding, Split, Whole
-from autopar.rules.strategies import Strategy
+from autopar.rules.strategies import Strategy, strategies
 from autopar.search.analysis import Analysis
 
 BATCH, TENSOR, CONTEXT = "dp", "tp", "cp"
@@ -64,8 +64,10 @@ class RoleFilter:
         role = self._mesh.roles[axis]
         if not role or (role != TIME and node.name in self._free):
             return True
+        if role == TIME:
+            return self._within(self._analysis.turns, node, factor, outer, block, ranks, size)
         batch = self._within(self._analysis.batch, node, factor, outer, block, ranks, size)
-        if role in (BATCH, TIME):
+        if role == BATCH:
             return batch
         if role == CONTEXT:
             sequence = self._analysis.sequence
@@ -171,6 +173,28 @@ class RoleFilter:
             if outer >= piece_outer and block >= inner and end <= inner * piece_size:
                 return True
         return False
+
+
+def needing_whole(analysis: Analysis, mesh: Mesh) -> frozenset[str]:
+    """Paths of modules with an op that cannot run in the microbatches of a mesh."""
+    roles = RoleFilter(analysis, mesh)
+    found = set()
+    for node in analysis.graph.nodes:
+        if node.name not in analysis.rules or node.name in analysis.steady:
+            continue
+        if Ref(node.name) in analysis.aliases or node.source.module in found:
+            continue
+        choices = strategies(
+            analysis.rules[node.name],
+            analysis.operand_types(node),
+            node.outputs,
+            mesh,
+            cuts=analysis.cuts.get(node.name, {}),
+            allow=partial(roles.allow, node),
+        )
+        if not roles.required(node, choices):
+            found.add(node.source.module)
+    return frozenset(found)
 
 
 def _splits(strategy: Strategy, axis: int) -> bool:

@@ -234,12 +234,11 @@ CASES |= {
     ),
 }
 CASES |= {
-    f"hint.{later.__name__}": (
-        lambda later=later, given=given: compile_mlp(later(*given)),  # type: ignore[misc]
-        UnsupportedError,
-        (str(later(*given)), "leave it out"),  # type: ignore[operator]
-    )
-    for later, given in ((hint.per_microbatch, ("norm",)),)
+    "hint.per_microbatch of nothing": (
+        lambda: compile_mlp(hint.per_microbatch("nrom")),
+        HintError,
+        ("nrom", "did you mean 'norm'"),
+    ),
 }
 CASES |= {
     "hint.offload where the host's memory is the device's": (
