@@ -30,7 +30,9 @@ class Mlp(nn.Module):
 
 
 def mlp_loss(model: Any, batch: Any) -> torch.Tensor:
-    return torch.nn.functional.mse_loss(model(batch["x"]), batch["y"])
+    # Torch 2.11 cannot differentiate the loss of two dtypes.
+    found = model(batch["x"]).to(batch["y"].dtype)
+    return torch.nn.functional.mse_loss(found, batch["y"])
 
 
 def mlp(batch_size: int = 8) -> Built:
