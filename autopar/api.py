@@ -286,7 +286,7 @@ class _Compiler:
             microbatches=programs if len(programs) > 1 else (),
             plan=plan,
             constants=captured.constants,
-            returns_dict=bool(captured.graph.aux),
+            returns_dict=captured.returns_dict,
             batch_dims=captured.graph.batch_dims,
             draws=any(captured.graph.sources(KEY)),
         )

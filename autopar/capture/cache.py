@@ -225,6 +225,7 @@ def encode(captured: Captured) -> dict[str, Any]:
         "constants": {name: _tensor_out(value) for name, value in captured.constants.items()},
         "inputs": list(captured.inputs),
         "fingerprint": captured.fingerprint,
+        "returns_dict": captured.returns_dict,
     }
 
 
@@ -281,6 +282,7 @@ def decode(content: Mapping[str, Any]) -> Captured:
         constants={name: _tensor_in(value) for name, value in content["constants"].items()},
         inputs=tuple(content["inputs"]),
         fingerprint=content["fingerprint"],
+        returns_dict=content["returns_dict"],
     )
 
 

@@ -66,12 +66,14 @@ class Captured:
         constants: Real tensor of every CONSTANT node, by its target.
         inputs: Paths of the batch's tensors, in order: the targets of INPUT nodes.
         fingerprint: Equal on every process that captured the same step.
+        returns_dict: Whether the loss function returns ``(loss, dict)``, be the dict empty.
     """
 
     graph: Graph
     constants: Mapping[str, Tensor]
     inputs: tuple[str, ...]
     fingerprint: str
+    returns_dict: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +84,7 @@ class _Results:
     aux: tuple[tuple[str, Ref], ...]
     gradients: Mapping[str, Ref]
     buffers: Mapping[str, Ref]
+    returns_dict: bool
 
     def refs(self) -> list[Ref]:
         aux = [ref for _, ref in self.aux]
@@ -95,6 +98,7 @@ class _Results:
             aux=tuple((name, next(rest)) for name, _ in self.aux),
             gradients={name: next(rest) for name in self.gradients},
             buffers={name: next(rest) for name in self.buffers},
+            returns_dict=self.returns_dict,
         )
 
 
@@ -149,7 +153,13 @@ def capture_step(
         used = {node.target for node in graph.sources(CONSTANT)}
         constants = {name: value for name, value in tape.constants.items() if name in used}
         text = fingerprint(graph, constants)
-    return Captured(graph=graph, constants=constants, inputs=paths, fingerprint=text)
+    return Captured(
+        graph=graph,
+        constants=constants,
+        inputs=paths,
+        fingerprint=text,
+        returns_dict=results.returns_dict,
+    )
 
 
 @contextmanager
@@ -351,12 +361,7 @@ def _with_written(
                 "buffer of the model: it would not outlive the step; register it as a buffer"
             )
     buffers = {target: ref for (op, target), ref in written.items() if op == BUFFER}
-    return _Results(
-        loss=results.loss,
-        aux=results.aux,
-        gradients=results.gradients,
-        buffers={**buffers, **results.buffers},
-    )
+    return replace(results, buffers={**buffers, **results.buffers})
 
 
 @dataclass(frozen=True)
@@ -393,12 +398,15 @@ class _Run:
             gradients = self._backward(loss) if grad else {}
         return _Results(
             loss=self._ref(loss, "the loss"),
-            aux=tuple((name, self._ref(value, f"result {name!r}")) for name, value in aux.items()),
+            aux=tuple(
+                (name, self._ref(value, f"result {name!r}")) for name, value in (aux or {}).items()
+            ),
             gradients={name: self._ref(g, f"gradient {name!r}") for name, g in gradients.items()},
             buffers=self._replaced_buffers(),
+            returns_dict=aux is not None,
         )
 
-    def _forward(self, batch: Any) -> tuple[Any, Mapping[str, Any]]:
+    def _forward(self, batch: Any) -> tuple[Any, Mapping[str, Any] | None]:
         try:
             made = self.program.loss(self.program.model, batch)
         except AutoparError:
@@ -413,7 +421,7 @@ class _Run:
             error.add_note(f"while autopar captured the step, in {where}")
             raise
         if not isinstance(made, tuple):
-            return made, {}
+            return made, None
         if len(made) != 2 or not isinstance(made[1], Mapping):
             raise CaptureError(
                 f"cannot use the loss function's result: found a tuple of {len(made)}; return a "

@@ -16,6 +16,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from autopar.capture import capture_key, capture_step
+from autopar.capture.cache import decode, encode
 from autopar.errors import CaptureError, UnsupportedError
 from autopar.ir.graph import Phase
 from tests.autopar.capture.eager import capture_equals_eager, load_case, ops_of, run_captured
@@ -165,6 +166,17 @@ def test_frozen_and_unused_parameters_have_no_gradient() -> None:
     graph = capture_equals_eager(model, labelled(), classify).graph
     assert set(graph.gradients) == {"2.weight", "2.bias"}
     assert "spare" in {n.target for n in graph.sources("parameter")}
+
+
+@pytest.mark.parametrize("results", [None, {}])
+def test_a_dict_of_further_results_may_be_empty(results: dict[str, Tensor] | None) -> None:
+    def loss(model: nn.Module, x: Tensor) -> Any:
+        made = model(x).sum()
+        return made if results is None else (made, results)
+
+    captured = capture_step(nn.Linear(3, 2), torch.randn(4, 3), loss, grad=True)
+    assert captured.returns_dict == (results is not None)
+    assert decode(encode(captured)).returns_dict == captured.returns_dict
 
 
 def test_buffers_written_or_replaced_are_mutations() -> None:
