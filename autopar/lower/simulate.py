@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple
@@ -132,6 +132,7 @@ class Simulation:
         num_launched: Kernels and collectives issued.
         peak_bytes: Most bytes live at once, without what enters the program.
         peak_at: Turn of the instruction at the peak.
+        peak_origins: Captured nodes and phases of that instruction and of the next `AHEAD`.
         saved_bytes: At the peak, bytes made in the forward that the backward reads.
         gradient_bytes: At the peak, bytes of finished gradients.
         host_bytes: Most bytes in host memory at once.
@@ -152,6 +153,7 @@ class Simulation:
     num_launched: int
     peak_bytes: int
     peak_at: int
+    peak_origins: tuple[tuple[str, Phase], ...]
     saved_bytes: int
     gradient_bytes: int
     host_bytes: int
@@ -201,6 +203,7 @@ def simulate(program: Program, cost: Prices, repeats: Repeats = ONCE) -> Simulat
         num_launched=clock.num_launched,
         peak_bytes=at_peak[DEVICE],
         peak_at=peak_at,
+        peak_origins=tuple(dict.fromkeys(_origins(program, turns, peak_at))),
         saved_bytes=at_peak[SAVED],
         gradient_bytes=at_peak[GRADIENTS],
         host_bytes=int(live[:, HOST].max(initial=0)),
@@ -208,6 +211,15 @@ def simulate(program: Program, cost: Prices, repeats: Repeats = ONCE) -> Simulat
         collectives=clock.uses(),
         copies=clock.uses(copies=True),
     )
+
+
+AHEAD = 512
+"""Instructions behind the one at the peak whose captured nodes are told."""
+
+
+def _origins(program: Program, turns: Turns, start: int) -> Iterator[tuple[str, Phase]]:
+    for at in turns.order[start : start + AHEAD].tolist():
+        yield program.instructions[at].origin, program.instructions[at].phase
 
 
 def seconds_of(program: Program, cost: Prices) -> Mapping[str, float]:

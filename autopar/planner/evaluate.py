@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from autopar.cost.node import NodeCost
-from autopar.ir.graph import CONSTANT, INPUT, KEY
+from autopar.ir.graph import CONSTANT, INPUT, KEY, SOURCE_OPS, Node, Phase
 from autopar.ir.sharding import Mesh
 from autopar.lower.overlap import overlap
 from autopar.lower.program import LOOP, Program
@@ -65,7 +65,22 @@ def evaluate(
         objective_s=solution.objective_s,
         bound_s=solution.bound_s,
         host_bytes=memory.host_bytes,
+        fullest_node=_fullest_node(analysis, found[tight][0], found[tight][1]),
     )
+
+
+def _fullest_node(analysis: Analysis, simulation: Simulation, memory: Memory) -> str:
+    """The captured node at which a rank holds most, or before which it runs others again."""
+    held = memory.saved_bytes + memory.gradients_bytes + memory.transient_bytes
+    if held > simulation.peak_bytes:
+        return ""
+    nodes = analysis.graph.by_name
+    own = (name for name, phase in simulation.peak_origins if _runs_in(nodes.get(name), phase))
+    return next(own, "")
+
+
+def _runs_in(node: Node | None, phase: Phase) -> bool:
+    return node is not None and node.phase is phase and node.op not in SOURCE_OPS
 
 
 def _fullest(memories: Sequence[Memory], limits: Sequence[float] = ()) -> Memory:

@@ -14,9 +14,16 @@ from autopar.planner.hints import Settled
 from autopar.planner.pipeline import Layout
 from autopar.planner.request import Candidate, Request
 from autopar.search.analysis import Analysis
-from autopar.search.build import Built, StateBytes, build_problem, describe_mesh, with_reruns
+from autopar.search.build import (
+    Built,
+    StateBytes,
+    build_problem,
+    describe_mesh,
+    with_moment,
+    with_reruns,
+)
 from autopar.search.intra import away_bytes, fits, solve
-from autopar.search.problem import Solution
+from autopar.search.problem import Solution, alike
 from cost_models.cluster import Device
 
 UNEVEN = 0.1
@@ -164,6 +171,7 @@ class MeshSearch:
         self.hides = 1.0
         self.unbound: Solution | None = None
         self.joint: Built | None = None
+        self.alike = False
 
     @property
     def first_limit(self) -> float:
@@ -198,6 +206,24 @@ class MeshSearch:
             self.host_limit -= max(over, LESS * self.host_allowed)
         return over <= 0
 
+    def looks_at(self, node: str) -> bool:
+        """Whether memory is counted at one more node: where a program held most.
+
+        That is exact where copies are treated alike only, else bytes are those of an average copy.
+        """
+        if self.joint is None or not node or not self.alike:
+            return False
+        before, self.joint = self.joint, with_moment(self.joint, node)
+        return self.joint is not before
+
+    def treats_alike(self) -> bool:
+        """Whether copies of a block could still run different ops again; from here on they do not.
+
+        Bytes are then those of every copy, where they were those of an average one.
+        """
+        before, self.alike = self.alike, self.joint is not None and bool(self.joint.problem.reruns)
+        return self.alike and not before
+
     def within(self, limit: float | None, time_limit_s: float) -> tuple[Built, Solution]:
         """The best solution, and the problem it is one of.
 
@@ -217,6 +243,7 @@ class MeshSearch:
             host = max(0.0, self.host_limit) * self.num_stages
             link = replace(link, host_limit_bytes=host, hides=self.hides)
         problem = replace(self.joint.problem, memory_limit_bytes=total, link=link)
+        problem = alike(problem) if self.alike else problem
         solution = solve(problem, time_limit_s=time_limit_s)
         if self.joint.num_strategies < self.plain.num_strategies:
             # Proven is only what holds without a limit.

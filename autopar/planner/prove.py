@@ -23,8 +23,21 @@ def prove(
 ) -> Candidate | Failure:
     """Solve the meshes of all stages until what is lowered fits.
 
-    A step without a pipeline is not lowered if the search models more than ``beat_s`` for it.
+    A step without a pipeline is not lowered if the search models more than ``beat_s`` for it. Where
+    nothing fits that treats copies of a block unlike each other, all are treated alike.
     """
+    outcome = _tightened(analysis, request, search, time_limit_s, beat_s)
+    if isinstance(outcome, Candidate) or outcome.proven or outcome.too_slow:
+        return outcome
+    if not [kind for kind in search.kinds if kind.treats_alike()]:
+        return outcome
+    return _tightened(analysis, request, search, time_limit_s, beat_s)
+
+
+def _tightened(
+    analysis: Analysis, request: Request, search: Lanes, time_limit_s: float, beat_s: float
+) -> Candidate | Failure:
+    """The fastest that fits, with a tighter limit whenever what is lowered does not."""
     kinds, num_stages = search.kinds, len(search.searches)
     limits: dict[MeshSearch, float | None] = dict.fromkeys(kinds)
     least = Least(float("inf"))
@@ -44,7 +57,7 @@ def prove(
                     least = replace(least, num_bytes=least.num_bytes / num_stages)
                 return Failure(
                     kind.plain.mesh,
-                    solution.status == "infeasible",
+                    solution.status == "infeasible" and limits[kind] in (None, kind.allowed),
                     least.num_bytes,
                     least.moment,
                     kind.host_asked(time_limit_s),
@@ -55,7 +68,7 @@ def prove(
             limits.update({kind: kind.first_limit for kind in tight})
             continue
         if num_stages == 1 and solved[kinds[0]][1].objective_s > beat_s:
-            return Failure(kinds[0].plain.mesh, False, held[kinds[0]])
+            return Failure(kinds[0].plain.mesh, False, held[kinds[0]], too_slow=True)
         if num_stages > 1:
             candidate, used = evaluate_stages(analysis, request, search, solved)
         else:
@@ -73,10 +86,12 @@ def prove(
             if not [kind for kind in kinds if kind.hides_less(candidate)]:
                 return best
         for kind in over:
-            # The program needs more than the problem knows of: leave that much room.
             if used[kind] < least.num_bytes:
                 found, solution = solved[kind]
                 least = Least(used[kind], moment_of(found.problem, solution.memory_bytes))
+            if kind.looks_at(candidate.fullest_node):
+                continue
+            # The program needs more than the problem knows of: leave that much room.
             limit = limits[kind]
             last = kind.allowed if limit is None else limit
             room = MORE * max(0.0, used[kind] - held[kind])

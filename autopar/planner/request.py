@@ -59,6 +59,8 @@ class Candidate:
         objective_s: Seconds as the search models them: of the whole model, shared by the stages as
             they are fast; ``bound_s`` the proven least of them on these meshes.
         host_bytes: Of host memory, a rank on average, on the node where most is used.
+        fullest_node: Captured node at which that rank holds most; empty where that is the update,
+            or was not asked.
         limited: Whether memory kept it from being faster.
     """
 
@@ -75,6 +77,7 @@ class Candidate:
     objective_s: float
     bound_s: float
     host_bytes: float = 0.0
+    fullest_node: str = ""
     limited: bool = False
 
     @property
@@ -95,6 +98,7 @@ class Failure:
         proven: Whether there is none for certain.
         least_bytes: The least that was seen; ``moment`` where it is held.
         host_bytes: Of host memory, what hints ask for, where that is why.
+        too_slow: Whether it was given up for its seconds.
     """
 
     mesh: Mesh
@@ -102,3 +106,4 @@ class Failure:
     least_bytes: float
     moment: str = ""
     host_bytes: float = 0.0
+    too_slow: bool = False

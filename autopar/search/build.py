@@ -181,6 +181,7 @@ class _Builder:
         self.places = places(self.entries)
         self.recompute = recompute_of(analysis, in_loop=mesh.time_axis is not None, allowed=False)
         self.rerun_of: dict[int, int] = {}
+        self.more_moments: set[int] = set()
         self.leaves = False
 
     def _class(self, names: tuple[str, ...]) -> _Class:
@@ -712,7 +713,8 @@ class _Builder:
         """Places of the backward at which memory is counted."""
         index = {ref: number for number, group in enumerate(roots) for ref in group}
         recompute = self.recompute
-        return tuple(self._moment(recompute, at, roots, index) for at in recompute.moments)
+        found = sorted({*recompute.moments, *self.more_moments})
+        return tuple(self._moment(recompute, at, roots, index) for at in found)
 
     def _moment(
         self,
@@ -736,7 +738,7 @@ class _Builder:
             else:
                 through += [
                     (rerun, self.rerun_of[reader], index[ref])
-                    for ref, reader in recompute.readers(number)
+                    for ref, reader in recompute.readers(number, at)
                     if recompute.may_be_needed(reader, at)
                 ]
             if live := recompute.held(number, at):
@@ -1000,6 +1002,15 @@ def with_reruns(built: Built, solutions: Sequence[Solution] = ()) -> Built:
         roots=tuple(roots),
         reruns=members,
     )
+
+
+def with_moment(built: Built, node: str) -> Built:
+    """The problem in which memory is counted at one more node, or the same if it is already."""
+    builder = built.builder
+    if any(moment.name == node for moment in built.problem.moments):
+        return built
+    builder.more_moments.add(builder.recompute.position[node])
+    return replace(built, problem=replace(built.problem, moments=builder.moments(built.roots)))
 
 
 def _chosen(solution: Solution, index: int) -> list[int]:

@@ -16,7 +16,7 @@ counted at the end of the forward, at the update and at *moments* in between.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,6 +240,21 @@ class Problem:
     reruns: tuple[Rerun, ...] = ()
     moments: tuple[Moment, ...] = ()
     link: Link | None = None
+
+
+def alike(problem: Problem) -> Problem:
+    """The problem in which all members of a class run again, or none.
+
+    Then its memory sums hold for every copy of a block, and not for their average.
+    """
+    return replace(
+        problem,
+        reruns=tuple(replace(rerun, count=1) for rerun in problem.reruns),
+        values=tuple(
+            value if value.rerun is None else replace(value, divisible=False)
+            for value in problem.values
+        ),
+    )
 
 
 Shares = tuple[tuple[int, float], ...]

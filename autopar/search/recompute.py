@@ -5,8 +5,8 @@ made of the batch or of parameters before the loop, and what one copy of a repea
 the next (its checkpoint) are kept. Memory is counted at *moments*: places of the step. Of what is
 kept, a moment holds what is still to be read; of what ran again, what was needed by then and will
 be read again; of everything else, what is made and still read in the same phase. Folded blocks
-are seen through their last copy, whose backward runs first, while everything kept of the others
-still waits.
+are seen through the copy whose backward runs at the moment: the last one where nothing else is
+said, whose backward runs first, while everything kept of the others still waits.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ class Recompute:
         return frozenset(self.analysis.root(ref).root.node for ref in refs)
 
     @cached_property
-    def _position(self) -> Mapping[str, int]:
+    def position(self) -> Mapping[str, int]:
+        """Place of every node in the step."""
         return {node.name: at for at, node in enumerate(self.analysis.graph.nodes)}
 
     @cached_property
@@ -122,7 +123,7 @@ class Recompute:
                 if node.phase is Phase.FORWARD:
                     early.append(node.name)
                 else:
-                    late.append(self._position[node.name])
+                    late.append(self.position[node.name])
         return found
 
     def _roots(self, name: str) -> list[Ref]:
@@ -184,31 +185,38 @@ class Recompute:
             found[ref] = max([*late, *again], default=NEVER)
         return found
 
-    def last_copy(self, number: int) -> str:
-        """The member of a class that stands for it at the moments."""
-        return self.analysis.folding.classes[number][-1]
+    def copy_at(self, number: int, moment: int) -> str:
+        """The member of a class that a moment is about: of the copy whose backward runs there."""
+        names = self.analysis.folding.classes[number]
+        return names[max(0, len(names) - 1 - self._copies_done(moment))]
+
+    def _copies_done(self, moment: int) -> int:
+        """How many copies of its block have had their backward by a moment."""
+        name = self.analysis.graph.nodes[moment].name
+        return self._copy.get(name, 0) if self.is_late(moment) else 0
 
     def needed_by(self, number: int, moment: int) -> bool:
-        """Whether the backward itself has read, by a moment, what the class's last copy makes."""
-        return min(self._late(self.last_copy(number)), default=moment + 1) <= moment
+        """Whether the backward itself has read, by a moment, what the class's copy there makes."""
+        return min(self._late(self.copy_at(number, moment)), default=moment + 1) <= moment
 
-    def readers(self, number: int) -> list[tuple[Ref, int]]:
-        """(value, class) of what may run again and reads what the class's last copy makes."""
+    def readers(self, number: int, moment: int) -> list[tuple[Ref, int]]:
+        """(value, class) of what may run again and reads what the class's copy there makes."""
         of = self.analysis.folding.of
         return [
             (ref, of[reader])
-            for ref in self._roots(self.last_copy(number))
+            for ref in self._roots(self.copy_at(number, moment))
             for reader in self._reading[ref][0]
-            if self.runs_again(reader) and self.last_copy(of[reader]) == reader
+            if self.runs_again(reader) and self.copy_at(of[reader], moment) == reader
         ]
 
     def held(self, number: int, moment: int) -> list[Ref]:
-        """Values of the class's last copy that are read at or behind a moment of the backward."""
-        return [r for r in self._roots(self.last_copy(number)) if self.last_read(r) >= moment]
+        """Values of the class's copy there that are read at or behind a moment of the backward."""
+        roots = self._roots(self.copy_at(number, moment))
+        return [ref for ref in roots if self.last_read(ref) >= moment]
 
     def may_be_needed(self, number: int, moment: int) -> bool:
-        """Whether the class's last copy can have run again by a moment."""
-        return self._earliest[self.last_copy(number)] <= moment
+        """Whether the class's copy there can have run again by a moment."""
+        return self._earliest[self.copy_at(number, moment)] <= moment
 
     def passing(self, moment: int) -> Iterator[tuple[int, int, int]]:
         """(class, output, number) of values that live at a moment of the phase that makes them."""
@@ -272,8 +280,8 @@ class Recompute:
             node = graph.by_name[ref.node]
             if node.op in SOURCE_OPS or ref in gradients:
                 continue
-            made = self._position[ref.node]
-            reads = [self._position[n] for n in early] if node.phase is Phase.FORWARD else late
+            made = self.position[ref.node]
+            reads = [self.position[n] for n in early] if node.phase is Phase.FORWARD else late
             found[ref] = (made, max(reads, default=made))
         return found
 
@@ -294,7 +302,7 @@ class Recompute:
 
     def _fullest(self, names: list[str], parts: int) -> Iterator[int]:
         """Of each of as many parts of the nodes, the position at which most passes through."""
-        order = sorted(self._position[name] for name in names)
+        order = sorted(self.position[name] for name in names)
         for part in range(parts):
             own = order[len(order) * part // parts : len(order) * (part + 1) // parts]
             if own:
@@ -321,4 +329,4 @@ class Recompute:
 
     def made_by(self, ref: Ref, moment: int) -> bool:
         """Whether a value of the backward has been made by a moment."""
-        return self._position.get(ref.node, moment + 1) <= moment
+        return self.position.get(ref.node, moment + 1) <= moment
