@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from autopar.cost.node import NodeCost, local_bytes
 from autopar.cost.reshard import (
@@ -379,7 +380,7 @@ class _Builder:
             gives = self._numbers(self._where(producer, self._given(producer)), layouts)
         for at, wanted_at in delivered.items():
             forward[at] = replace(forward[at], layouts=self._numbers(wanted_at, layouts))
-        arcs += tuple(self._copies(node, layouts, len(group)))
+        arcs += tuple(self._copies(node, layouts, group))
         held = 1 if node.op in SOURCE_OPS else min(self.num_stages, self.mesh.microbatches)
         size = [local_bytes(layouts.kind, s) * len(group) * held for s in layouts.index]
         size += [0] * len(layouts.homes)
@@ -426,13 +427,13 @@ class _Builder:
             layouts.home(p.sharding) if isinstance(p, Home) else layouts.index[p] for p in places
         )
 
-    def _copies(self, node: Node, layouts: Layouts, count: int) -> Iterator[Arc]:
+    def _copies(self, node: Node, layouts: Layouts, group: Sequence[Ref]) -> Iterator[Arc]:
         """The ways of parameters from their homes, or of gradients to them, in all microbatches.
 
         Terms of microbatches are added up in host memory.
         """
         device, time = self.cost.device, self.mesh.time_axis
-        slow = compute_copy(device.kind)
+        slow, count = compute_copy(device.kind), len(group)
         for sharding, home in layouts.homes.items():
             here, adds_up = layouts.index[sharding], False
             if node.op != PARAMETER and time is not None:
@@ -449,8 +450,44 @@ class _Builder:
             link_s = often * local_bytes(layouts.kind, sharding) / device.host_link_bytes_per_s
             lost_s = slow.second * (1 - 1 / slow.first) * link_s
             seconds = lost_s + often * max(device.host_op_s, AGAIN_S)
+            if count == 1:
+                seconds += self._unhidden_s(group[0], link_s, ends=time is not None and not adds_up)
             tail, head = (home, here) if node.op == PARAMETER else (here, home)
             yield Arc(tail, head, seconds, link_s=link_s, adds_up=adds_up)
+
+    def _unhidden_s(self, ref: Ref, link_s: float, *, ends: bool) -> float:
+        """Seconds of a copy that there is no compute for, in a phase on average.
+
+        That of a parameter is read before there was any, or of a gradient that is made too late.
+
+        Args:
+            ref: The parameter or the gradient.
+            link_s: Seconds of its copies.
+            ends: Whether gradients are made behind the loop.
+        """
+        forward, backward = self._compute_before
+        if self.graph.by_name[ref.node].op != PARAMETER:
+            left_s = backward[-1] - backward[self.recompute.position[ref.node]]
+            return max(0.0, link_s - (0.0 if ends else left_s))
+        reads = zip(self.recompute.first_reads(ref), (forward, backward), strict=True)
+        late = [max(0.0, link_s - before[at]) for at, before in reads if at is not None]
+        return sum(late) / max(1, len(late))
+
+    @cached_property
+    def _compute_before(self) -> tuple[list[float], list[float]]:
+        """Least compute seconds of the forward, and of the backward, before every node."""
+        own: tuple[list[float], list[float]] = ([], [])
+        least = {
+            name: min(self._seconds(made, made.strategies)) / len(made.members)
+            for made in self.classes
+            if made.node.op not in SOURCE_OPS
+            for name in made.members
+        }
+        for node in self.graph.nodes:
+            for phase, found in zip((Phase.FORWARD, Phase.BACKWARD), own, strict=True):
+                found.append(least.get(node.name, 0.0) if node.phase is phase else 0.0)
+        forward, backward = (list(itertools.accumulate(each, initial=0.0)) for each in own)
+        return forward, backward
 
     def _needed(self, reader: int, port: object, ref: Ref) -> list[Sharding]:
         """Sharding of the root that each choice of the reading class needs."""
@@ -866,9 +903,14 @@ class _Builder:
         )
 
     def home_order(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Members of a class, those that hints put into host memory in front."""
+        """Members of a class of parameters in the order in which they leave for host memory.
+
+        Those that hints name are in front; of the others as many as may be lie evenly between the
+        rest, so that there is time between them to bring them.
+        """
         must = self._at_home(names)
-        return tuple(sorted(names, key=lambda name: name not in must))
+        place = {name: spread(at) for at, name in enumerate(names)}
+        return tuple(sorted(names, key=lambda name: (name not in must, place[name])))
 
     def _at_home(self, names: Sequence[str]) -> set[str]:
         """Nodes of parameters that hints put into host memory."""
@@ -906,6 +948,19 @@ def _joined(own: Sequence[Choices], entry: Entry) -> Choices:
         host_bytes=total("host_bytes") if any(own[n].host_bytes for n in entry.classes) else (),
         least_host=max(own[number].least_host for number in entry.classes),
     )
+
+
+def spread(number: int) -> float:
+    """A fraction for every number, such that those of any first few lie evenly spread in 0 to 1.
+
+    Source:
+        van der Corput, Proc. Akad. Wetensch. Amsterdam 38, 1935: its binary digits, reversed.
+    """
+    found, part = 0.0, 0.5
+    while number:
+        found += part * (number & 1)
+        number, part = number >> 1, part / 2
+    return found
 
 
 def has_host_memory(device: Device) -> bool:

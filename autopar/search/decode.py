@@ -42,10 +42,11 @@ def decode(built: Built, analysis: Analysis, solution: Solution) -> StagePlan:
             continue
         shares = solution.kept_shares.get(index, ((layout, 1.0),))
         leanest = built.problem.values[index].kept_bytes
-        first = built.builder.home_order([ref.node for ref in group])
-        rank = {name: (not picked[name].on_host, at) for at, name in enumerate(first)}
         left = [ref for ref in group if ref.node not in recomputed]
-        left.sort(key=lambda ref: rank[ref.node])
+        if built.problem.values[index].homes:
+            first = built.builder.home_order([ref.node for ref in left])
+            rank = {name: (not picked[name].on_host, at) for at, name in enumerate(first)}
+            left.sort(key=lambda ref: rank[ref.node])
         for ref, chosen in zip(left, dealt(shares, leanest, len(left)), strict=True):
             kept[str(ref)] = _held(layouts[chosen], picked[ref.node])
         order = [ref for ref in built.builder.leave_order(group) if ref in left]
@@ -97,7 +98,9 @@ def _picked(built: Built, solution: Solution) -> tuple[dict[str, Strategy], set[
         shares = solution.choice_shares.get(index, ((choice, 1.0),))
         leanest = built.problem.nodes[index].resident_bytes
         for place, number in enumerate(entry.classes):
-            members = built.builder.home_order(built.classes[number].members)
+            members = built.classes[number].members
+            if built.problem.nodes[index].host_bytes:
+                members = built.builder.home_order(members)
             chosen_by = dealt(shares, leanest, len(members))
             for name, chosen in zip(members, chosen_by, strict=True):
                 picked[name] = built.classes[number].strategies[entry.choices[chosen][place]]

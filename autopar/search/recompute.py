@@ -262,6 +262,11 @@ class Recompute:
         again = [self._earliest[name] for name in early if self.runs_again(name)]
         return min(late or again, default=len(self.analysis.graph.nodes))
 
+    def first_reads(self, ref: Ref) -> tuple[int | None, int | None]:
+        """Where each phase first reads a value: the forward, and the backward by itself."""
+        early, late = self._reading.get(ref, ([], []))
+        return min(map(self.position.__getitem__, early), default=None), min(late, default=None)
+
     @cached_property
     def _spans(self) -> dict[tuple[Ref, ...], NDArray[np.int64]]:
         """Where values are made and read, as asked for."""
