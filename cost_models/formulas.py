@@ -187,12 +187,9 @@ def _time() -> tuple[Formula, ...]:
         _formula(
             "1F1B step, equal stages",
             "s",
-            sympy.Max(
-                (G + p - 1) * (f + g) + 4 * (p - 1) * c,
-                (p * (f + g) + 2 * (p - 1) * c) * (G + p - 1) / p,
-            ),
-            "cost_models.pipeline.one_f_one_b_bounds for G > p - 1: waiting at both ends, or p "
-            "microbatches on their way at a time",
+            (G + p - 1) * (f + g) + 2 * (G + p - 2 - sympy.ceiling((G - 1) / p)) * c,
+            "cost_models.pipeline.one_f_one_b_ends_s for G >= p: up to p microbatches are on their "
+            "way and back at a time",
         ),
         _formula("interleaved step", "s", (G + (p - 1) / v) * (f + g), "Narayanan et al., SC 2021"),
         _formula(

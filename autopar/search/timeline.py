@@ -76,15 +76,15 @@ class Timeline(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OneForwardOneBackward:
-    """1F1B: `cost_models.pipeline.one_f_one_b_bounds`, and reductions.
+    """1F1B: `cost_models.pipeline.one_f_one_b_chained_s`.
 
     With L the way from a stage to the last one and back, the state is
 
-    * ``L`` and the longest of the two bounds a stage gives, both from its own first forward on;
-    * for reductions (`cost_models.pipeline.one_f_one_b_reduced_s`): ``W``, the longest way from a
-      stage to the end of a reduction behind it; and the longest of what they give: a stage's own
-      end and d, or the way of its last microbatch, sent off after
-      ``G f + (G - k - 1) b + max(0, L - k f)``, to the end of a reduction behind it.
+    * ``L``, the seconds of a microbatch on the foremost stage, and the longest way from a stage's
+      first forward to its last backward;
+    * for reductions: ``W``, the longest way from a stage to the end of a reduction behind it; and
+      the longest of what they give: a stage's own end and d, or the way of its last microbatch
+      from the end of its last forward on.
     """
 
     microbatches: int
@@ -107,37 +107,46 @@ class OneForwardOneBackward:
         return np.stack([f, (count - k - 1) * f + (count - 1) * b, f + b + d], axis=1)
 
     def start(self) -> Floats:
-        state = [0.0, 0.0, -np.inf, 0.0]
-        return np.array([state if self.reduces else state[:2]])
+        state = [0.0, 0.0, 0.0, -np.inf, 0.0]
+        return np.array([state if self.reduces else state[:3]])
 
     def extend(self, states: Floats, costs: Floats, send_s: float, behind: int) -> Floats:
         f, b, _, d = costs.T
-        both = f + b
-        count, k = self.microbatches, behind
+        both = f + b + 0 * states[:, :1]
         beyond = states[:, :1] + 2 * send_s
-        if count <= k + 1:
-            own = both + (count - 1) * np.maximum(f, b) + beyond
-            last_sent = count * f + 0 * beyond
-        else:
-            warm = np.maximum(0.0, beyond - k * f)
-            rounds = (count - 1) / (k + 1)
-            own = count * both + warm + np.maximum(0.0, beyond - k * b)
-            own = np.maximum(own, (both + beyond) * (1 + rounds))
-            last_sent = count * f + (count - k - 1) * b + warm
-            last_sent = np.maximum(last_sent, f + rounds * (both + beyond))
-        pipe = np.maximum(own, states[:, 1:2] + both + 2 * send_s)
+        paced, sent = self._paced(f, b, states[:, 1:2] + 2 * send_s, beyond, behind)
+        pipe = np.maximum(paced, states[:, 2:3] + both + 2 * send_s)
         if not self.reduces:
-            return np.stack([beyond + both, pipe], axis=2)
-        way = states[:, 2:3] + send_s
-        end = np.maximum(pipe + d, last_sent + way)
-        end = np.maximum(end, states[:, 3:4] + f + send_s)
-        return np.stack([beyond + both, pipe, np.maximum(beyond + both + d, way + f), end], axis=2)
+            return np.stack([beyond + both, both, pipe], axis=2)
+        way = states[:, 3:4] + send_s
+        end = np.maximum(pipe + d, sent + way)
+        end = np.maximum(end, states[:, 4:5] + f + send_s)
+        on = np.maximum(beyond + both + d, way + f)
+        return np.stack([beyond + both, both, pipe, on, end], axis=2)
+
+    def _paced(
+        self, f: Floats, b: Floats, following: Floats, beyond: Floats, behind: int
+    ) -> tuple[Floats, Floats]:
+        """[states, options] of a stage's own ways, as of `cost_models.pipeline`."""
+        both = f + b
+        left = self.microbatches - behind - 2
+        if left < 0:
+            more = self.microbatches - 1
+            own = np.maximum(both + more * np.maximum(f, b) + beyond, self.microbatches * both)
+            return own, self.microbatches * f + 0 * beyond
+        pace = left * both
+        if behind:
+            for round_s, stages in ((following, 2), (beyond, behind + 1)):
+                rounds, rest = divmod(left, stages)
+                pace = np.maximum(pace, rounds * (both + round_s) + rest * both)
+        come, leave = np.maximum(behind * f, beyond), np.maximum(behind * b, beyond)
+        return 2 * both + come + pace + leave, both + come + pace + f
 
     def seconds(self, states: Floats) -> Floats:
-        return np.asarray(np.maximum(states[:, 1], states[:, 3]) if self.reduces else states[:, 1])
+        return np.asarray(np.maximum(states[:, 2], states[:, 4]) if self.reduces else states[:, 2])
 
     def least_s(self, states: Floats, before_s: float) -> Floats:
-        return states[:, 1] + before_s
+        return states[:, 2] + before_s
 
     def most_s(self, cap_s: float, before_s: float, beyond_s: float, behind: int) -> float:
         left_s, count = cap_s - before_s, self.microbatches

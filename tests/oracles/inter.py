@@ -18,8 +18,8 @@ from cost_models.pipeline import (
     StageTime,
     gpipe_s,
     interleaved_live,
+    one_f_one_b_chained_s,
     one_f_one_b_live,
-    one_f_one_b_reduced_s,
 )
 from tests.autopar.schedules.dapple import DapplePlan, latency_s
 
@@ -86,7 +86,7 @@ def step_s(problem: InterProblem, plan: InterPlan) -> float | None:
                for s in range(num_stages)]  # fmt: skip
     stages = [StageTime(f, b) for f, b in zip(forward, backward, strict=True)]
     if plan.schedule == "1f1b":
-        return one_f_one_b_reduced_s(stages, reduces, count, sends)
+        return one_f_one_b_chained_s(stages, reduces, count, sends)
     if plan.schedule == "gpipe" and not any(reduces):
         return gpipe_s(stages, count, sends)
     weights = [
