@@ -43,8 +43,9 @@ from autopar.rules.strategies import strategies
 from autopar.runtime.executor import ParallelModule, StepRequest
 from autopar.runtime.groups import Session, StagePeers, open_session
 from autopar.runtime.mail import Route
-from autopar.runtime.params import ModelState, shard_model
-from autopar.runtime.pipeline import SharedResult, StageSource
+from autopar.runtime.params import shard_model
+from autopar.runtime.pipeline import StageSource
+from autopar.runtime.results import SharedResult, Sharing
 from autopar.runtime.step import StepSource
 from autopar.schedules.table import Size, schedule_named
 from autopar.search.analysis import Analysis, analyse
@@ -282,7 +283,8 @@ class _Compiler:
             self.settled = plan
         return StepSource(
             program=programs[0],
-            stage=self._stage_source(captured, analysis, plan, programs[0]),
+            stage=self._stage_source(plan),
+            sharing=self._sharing(analysis, plan, programs[0]),
             microbatches=programs if len(programs) > 1 else (),
             plan=plan,
             constants=captured.constants,
@@ -375,15 +377,19 @@ class _Compiler:
         if len(plan.stages) > 1:
             _check_stages(plan)
 
-    def _place(self, plan: Plan) -> tuple[int, tuple[int, ...]]:
-        """This rank's stage, and its coordinates on the stage's mesh of ranks."""
+    def _coordinates(self, plan: Plan) -> tuple[int, ...] | None:
+        """This rank's coordinates on its stage's mesh of ranks; None where it is idle."""
         stage = plan.stage_of_rank(self.session.rank)
+        if stage is None:
+            return None
         place = self.session.rank - plan.ranks_of_stages[stage].start
-        return stage, plan.meshes[stage].coordinates(place)
+        return plan.meshes[stage].coordinates(place)
 
     def _lower(self, analysis: Analysis, plan: Plan) -> tuple[Program, ...]:
         """This rank's program of every microbatch."""
-        stage, coordinates = self._place(plan)
+        stage, coordinates = plan.stage_of_rank(self.session.rank), self._coordinates(plan)
+        if stage is None or coordinates is None:
+            return (_idle_program(analysis.graph, plan),)
         first = plan.ranks_of_stages[stage].start
         seconds = axis_seconds(self.job.cluster, plan.meshes[stage], first)
         cost = prices(self.job.cluster.device(first), seconds)
@@ -402,60 +408,63 @@ class _Compiler:
             found.append(_with_results(on_one_rank(graph, programs, chunks, cost), graph))
         return tuple(found)
 
-    def _stage_source(
-        self, captured: Captured, analysis: Analysis, plan: Plan, program: Program
-    ) -> StageSource | None:
-        if len(plan.stages) == 1:
+    def _stage_source(self, plan: Plan) -> StageSource | None:
+        if len(plan.stages) == 1 or self.peers is None or self.peers.stage is None:
             return None
-        assert self.peers is not None
         held = plan.stage_of_chunks
         num_chunks = len(held) // plan.num_stages
         rows = turns_of(plan.schedule, plan.num_stages, num_chunks, plan.microbatches)
-        members = [{node.name for node in stage.nodes} for stage in plan.stages]
-        graph = captured.graph
-        head = [] if graph.loss is None else [graph.loss]
-        head += [ref for _, ref in graph.aux]
-        behind = len(head) + len(program.gradients)
-        places = [*enumerate(head), *enumerate(graph.mutations.values(), behind)]
-        shared = []
-        for index, ref in places:
-            made = analysis.root(ref).root.node
-            stage = next((s for s, own in zip(held, members, strict=True) if made in own), 0)
-            shared.append(SharedResult(index=index, stage=stage, type=graph.type_of(ref)))
         return StageSource(
             row=rows[self.peers.stage],
             route=Route(peers=self.peers, stages=held, num_transfers=len(plan.transfers)),
-            shared=tuple(shared),
+            stage=self.peers.stage,
         )
 
+    def _sharing(self, analysis: Analysis, plan: Plan, program: Program) -> Sharing | None:
+        """How results that not every rank makes reach all ranks."""
+        if self.peers is None:
+            return None
+        graph = analysis.graph
+        members = [{node.name for node in stage.nodes} for stage in plan.stages]
+        head = [] if graph.loss is None else [graph.loss]
+        head += [ref for _, ref in graph.aux]
+        behind = enumerate(graph.mutations.values(), len(head) + len(program.gradients))
+        shared = []
+        for index, ref in [*enumerate(head), *behind]:
+            made = analysis.root(ref).root.node
+            held = zip(plan.stage_of_chunks, members, strict=True)
+            stage = next((s for s, nodes in held if made in nodes), 0)
+            shared.append(SharedResult(index=index, stage=stage, type=graph.type_of(ref)))
+        return Sharing(peers=self.peers, results=tuple(shared))
+
     def _adopt(self, parallel: ParallelModule, captured: Captured, plan: Plan) -> None:
-        number, coordinates = self._place(plan)
-        chunks = plan.chunks_of(number).values()
-        space = plan.meshes[number].space
-        if len(plan.stages) == 1:
-            groups = self.session.groups(space)
-        else:
-            groups, self.peers = self.session.stage_groups(
-                [mesh.space for mesh in plan.meshes], [ranks[0] for ranks in plan.ranks_of_stages]
-            )
+        firsts = [ranks.start for ranks in plan.ranks_of_stages]
+        made = [self.session.groups(m.space, f) for m, f in zip(plan.meshes, firsts, strict=True)]
+        own = plan.stage_of_rank(self.session.rank)
+        if len(plan.stages) > 1 or plan.idle_ranks:
+            self.peers = StagePeers(own, tuple(firsts), self.session.mail())
+        stored, homes = {}, {}
+        for stage in range(plan.num_stages) if own is None else (own,):
+            num_axes = len(plan.meshes[stage].space.sizes)
+            for parameter in (p for c in plan.chunks_of(stage).values() for p in c.parameters):
+                stored[parameter.name] = parameter.stored[:num_axes]
+                homes[parameter.name] = made[stage]
+        groups = made[own or 0]
         seed = self._seed()
         state = shard_model(
             self.job.model,
-            stored={
-                p.name: p.stored[: len(space.sizes)] for chunk in chunks for p in chunk.parameters
-            },
+            stored=stored,
             dtypes={n.target: dtype_of(n.outputs[0]) for n in captured.graph.sources(PARAMETER)},
             aliases=captured.graph.aliases,
             groups=groups,
-            coordinates=coordinates,
+            coordinates=self._coordinates(plan),
             device=self.session.device,
-            on_host={p.name for chunk in chunks for p in chunk.parameters if p.on_host},
+            on_host={p.name for p in plan.parameters.values() if p.on_host},
             init=self.job.init,
             seed=seed,
+            owned=stored if len(plan.stages) > 1 else None,
+            homes=homes,
         )
-        if len(plan.stages) > 1:
-            own = {p.name for chunk in chunks for p in chunk.parameters}
-            state = _owned(state, own, captured.graph.aliases)
         parallel.adopt(plan, groups, state, self.job.spec, seed=seed)
 
     def _seed(self) -> int:
@@ -467,12 +476,6 @@ class _Compiler:
 
 def _check_stages(plan: Plan) -> None:
     """Refuse stages that hold nothing, and a schedule that these stages cannot run."""
-    idle = set(range(plan.cluster_ranks)) - {r for ranks in plan.ranks_of_stages for r in ranks}
-    if idle:
-        raise UnsupportedError(
-            f"cannot run a plan that leaves rank {min(idle)} of {plan.cluster_ranks} on no stage: "
-            "this version has every rank take part; give it a stage, or start fewer processes"
-        )
     for stage in range(plan.num_stages):
         if not any(chunk.parameters for chunk in plan.chunks_of(stage).values()):
             raise UnsupportedError(
@@ -494,7 +497,7 @@ def _check_stages(plan: Plan) -> None:
 
 
 def _with_results(program: Program, graph: Graph) -> Program:
-    """The program with places for results and buffers that another stage makes."""
+    """The program with places for results and buffers that other ranks make."""
     aux = dict(program.aux)
     return replace(
         program,
@@ -504,14 +507,17 @@ def _with_results(program: Program, graph: Graph) -> Program:
     )
 
 
-def _owned(state: ModelState, names: set[str], aliases: Mapping[str, str]) -> ModelState:
-    """The parameters of one stage; every stage has all buffers."""
-    return replace(
-        state,
-        parameters={
-            name: p for name, p in state.parameters.items() if aliases.get(name, name) in names
-        },
+def _idle_program(graph: Graph, plan: Plan) -> Program:
+    """What an idle rank runs: nothing, with a place for all results."""
+    none = Program(
+        mesh=plan.mesh.space,
+        coordinates=(),
+        inputs=(),
+        instructions=(),
+        loss=None,
+        gradients={name: Ref(f"#{name}") for name in graph.gradients},
     )
+    return _with_results(none, graph)
 
 
 class _Follows:

@@ -87,6 +87,14 @@ class Shares:
 
 
 @dataclass(frozen=True, slots=True)
+class Ranks:
+    """Ranks that take part, ``count`` of them from rank ``first`` on; the others are idle."""
+
+    count: int
+    first: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Recompute:
     """Activations of the modules that match are made again in the backward."""
 
@@ -149,6 +157,7 @@ Hint = (
     | Microbatches
     | Schedule
     | Shares
+    | Ranks
     | CutBefore
     | Stage
     | Recompute
@@ -288,6 +297,28 @@ def shares(*parts: int) -> Shares:
             f"cannot share the batch as {parts}: give a count of parts, 0 or more, for every rank"
         )
     return Shares(parts)
+
+
+def ranks(count: int, first: int = 0) -> Ranks:
+    """Plan on ``count`` ranks and leave the others idle; ``hint.degrees`` multiply to ``count``.
+
+    Idle ranks get the loss, hold no part of a parameter and need no data. Left out, a plan leaves
+    nodes, sites or the slower devices idle where that is at least as fast.
+
+    Args:
+        count: Ranks that take part.
+        first: The first of them.
+
+    Raises:
+        HintError: They are no ranks.
+    """
+    whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (count, first))
+    if not whole or count < 1 or first < 0:
+        raise HintError(
+            f"cannot plan on {count!r} ranks from rank {first!r} on: give a count, 1 or more, and "
+            "a rank, 0 or more"
+        )
+    return Ranks(count, first)
 
 
 def recompute(pattern: str) -> Recompute:

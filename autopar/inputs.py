@@ -213,6 +213,7 @@ HINTS = (
     "microbatches",
     "offload",
     "per_microbatch",
+    "ranks",
     "recompute",
     "replicate",
     "schedule",
@@ -240,7 +241,7 @@ def parse_hints(texts: Iterable[str]) -> tuple[Hint, ...]:
         texts: ``dp=2``, ``zero=3`` (degrees are joined into one hint), ``dp=4/2/1/1`` (one for
             every stage of a pipeline), ``memory_limit=60GiB``,
             ``microbatches=8``, ``schedule=gpipe``, ``schedule=interleaved:3`` (chunks),
-            ``shares=5/2/1/0``,
+            ``shares=5/2/1/0``, ``ranks=4``, ``ranks=4:8`` (from rank 8 on),
             ``cut_before=layers.16``, ``stage=lm_head:3``, ``recompute=*.mlp``, ``keep=*.attn``,
             ``offload=layers.*``, ``per_microbatch=*.bn*``,
             ``replicate=*.norm*``, ``shard=*.q_proj.weight:0:tp``.
@@ -268,6 +269,9 @@ def parse_hints(texts: Iterable[str]) -> tuple[Hint, ...]:
             found.append(hint.schedule(schedule, _number(chunks, text) if colon else None))
         elif name == "shares":
             found.append(hint.shares(*_numbers(value, text)))
+        elif name == "ranks":
+            count, colon, first = value.partition(":")
+            found.append(hint.ranks(_number(count, text), _number(first, text) if colon else 0))
         elif name in _OF_PATTERN:
             found.append(_OF_PATTERN[name](value))
         elif name == "stage":

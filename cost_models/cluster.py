@@ -111,6 +111,50 @@ class Cluster:
         """The device of `rank`."""
         return self.run_of(rank).device
 
+    def part(self, first_rank: int, count: int) -> Cluster:
+        """`count` devices from `first_rank` on, as a cluster of their own.
+
+        Whole units of a level keep the levels below it. Ranks that cut units in pieces are taken to
+        be joined by the level that holds all of them alone: they may talk faster than that.
+
+        Raises:
+            ClusterSpecError: The cluster does not have these ranks.
+        """
+        last = first_rank + count
+        if first_rank < 0 or count < 1 or last > self.num_devices:
+            raise ClusterSpecError(
+                f"cannot take {count} ranks from rank {first_rank} on of cluster '{self.name}': it "
+                f"has ranks 0 to {self.num_devices - 1}; name ranks that are there"
+            )
+        ranks = f"ranks {first_rank} to {last - 1}" if count > 1 else f"rank {first_rank}"
+        begins = [sum(run.count for run in self.devices[:n]) for n in range(len(self.devices))]
+        return replace(
+            self,
+            name=f"{self.name}, {ranks}",
+            devices=tuple(
+                replace(run, count=min(last, begin + run.count) - max(first_rank, begin))
+                for run, begin in zip(self.devices, begins, strict=True)
+                if begin < last and begin + run.count > first_rank
+            ),
+            levels=self._levels_between(first_rank, last),
+        )
+
+    def _levels_between(self, first_rank: int, last: int) -> tuple[Level, ...]:
+        """Levels of a cluster of ranks `first_rank` to `last` - 1."""
+        inner: list[Level] = []
+        below, count = 1, last - first_rank
+        for level in self.levels:
+            unit = below * level.size
+            if first_rank // unit == (last - 1) // unit:
+                if first_rank % below == 0 and count % below == 0:
+                    return (*inner, replace(level, size=count // below))
+                ports = below if level.ports is None else level.ports
+                share = level.bandwidth_bytes_per_s * ports / below
+                return (replace(level, size=count, ports=None, bandwidth_bytes_per_s=share),)
+            inner.append(level)
+            below = unit
+        raise AssertionError(f"ranks {first_rank} to {last - 1} are not on one unit")
+
     def port_bytes_per_s(self, level: Level, first_rank: int, count: int) -> float:
         """Bandwidth of one port of `level`, one way: the slowest of the nodes of these ranks."""
         if level is not self.levels[0]:

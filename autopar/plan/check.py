@@ -6,7 +6,7 @@ is an error of its own that names what differs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import pairwise
 
 from autopar.errors import PlanError
@@ -67,6 +67,7 @@ def check(
         _check_follows(stage, graph, follows)
     _check_complete(plan, graph, views)
     _check_transfers(plan, graph)
+    _check_reached(plan, graph, views)
 
 
 def _refusal(what: str, remedy: str = "plan again for this model and batch") -> PlanError:
@@ -314,6 +315,54 @@ def _check_transfers(plan: Plan, graph: Graph) -> None:
         _check_sharding(transfer.sharding, kind, source, f"{what} leaves chunk {transfer.source}")
         _check_sharding(transfer.arrival, kind, target, f"{what} reaches chunk {transfer.target}")
         _check_pieces(transfer, plan, what)
+
+
+def _check_reached(plan: Plan, graph: Graph, views: Collection[str]) -> None:
+    """Every value that a chunk reads is made there or crosses to it from one that makes it."""
+    made = [_made(stage, graph) for stage in plan.stages]
+    crosses: dict[tuple[str, int], int] = {}
+    for transfer in plan.transfers:
+        value, source, target = transfer.value, transfer.source, transfer.target
+        if value.partition(":")[0] not in made[source]:
+            raise _edited(f"it sends value {value!r} from chunk {source}, which does not make it")
+        crosses[value, target] = source
+    for number, stage in enumerate(plan.stages):
+        for ref, reader in _reads(stage, graph):
+            while ref.node in views:
+                ref = graph.by_name[ref.node].operands[0]
+            node = graph.by_name[ref.node]
+            everywhere = node.op in SOURCE_OPS and node.op != PARAMETER
+            if everywhere or ref.node in made[number] or (str(ref), number) in crosses:
+                continue
+            for home in (n for n, own in enumerate(made) if ref.node in own):
+                raise _refusal(
+                    f"{reader} reads value {str(ref)!r} on chunk {number} {_place(plan, number)}, "
+                    f"and no transfer brings it there from chunk {home} {_place(plan, home)}, "
+                    "which makes it",
+                    f"add a transfer of it from {home} to {number}, undo the edit or plan again",
+                )
+
+
+def _made(stage: StagePlan, graph: Graph) -> set[str]:
+    """Nodes whose values a chunk has without a transfer: those it runs, parameters it owns."""
+    owned = {p.name for p in stage.parameters}
+    nodes = {node.name for node in graph.sources(PARAMETER) if node.target in owned}
+    return nodes | {entry.name for entry in stage.nodes}
+
+
+def _reads(stage: StagePlan, graph: Graph) -> Iterator[tuple[Ref, str]]:
+    """Values that a chunk reads, and what reads them, in words."""
+    for entry in stage.nodes:
+        node = graph.by_name[entry.name]
+        for ref in node.operands:
+            yield ref, f"'{node.op}' of {node.source}"
+    for parameter in stage.parameters:
+        if parameter.name in graph.gradients:
+            yield graph.gradients[parameter.name], f"the gradient of {parameter.name!r}"
+
+
+def _place(plan: Plan, chunk: int) -> str:
+    return f"(stage {plan.stage_of_chunks[chunk]})"
 
 
 def _check_pieces(transfer: Transfer, plan: Plan, what: str) -> None:

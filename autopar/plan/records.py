@@ -327,9 +327,14 @@ class Plan:
         """Number of pipeline stages: groups of ranks."""
         return len(self.ranks_of_stages)
 
-    def stage_of_rank(self, rank: int) -> int:
-        """Pipeline stage of a rank, which must be on one."""
-        return next(s for s, ranks in enumerate(self.ranks_of_stages) if rank in ranks)
+    def stage_of_rank(self, rank: int) -> int | None:
+        """Pipeline stage of a rank; None where the rank is idle."""
+        return next((s for s, ranks in enumerate(self.ranks_of_stages) if rank in ranks), None)
+
+    @cached_property
+    def idle_ranks(self) -> tuple[int, ...]:
+        """Global numbers of the ranks that are on no stage."""
+        return tuple(r for r in range(self.cluster_ranks) if self.stage_of_rank(r) is None)
 
     @cached_property
     def meshes(self) -> tuple[Mesh, ...]:

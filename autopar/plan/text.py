@@ -24,6 +24,7 @@ from autopar.plan.wording import (
     dims_text,
     fold_names,
     percent_text,
+    ranks_text,
     seconds_text,
     sharding_text,
 )
@@ -84,6 +85,8 @@ def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
 
 def _headline(plan: Plan) -> RenderableType:
     ranks = f"{plan.cluster_ranks} rank{'s' * (plan.cluster_ranks != 1)}"
+    if plan.idle_ranks:
+        ranks += f" of which {len(plan.idle_ranks)} idle"
     title = Text.assemble(
         (plan.model, "bold"),
         f" on {plan.cluster}, {ranks}: predicted step ",
@@ -94,6 +97,8 @@ def _headline(plan: Plan) -> RenderableType:
         add_row(facts, "mesh", text)
     if len(plan.stages) > 1:
         add_row(facts, "stages", pipeline_text(plan))
+    if plan.idle_ranks:
+        add_row(facts, "idle", ranks_text(plan.idle_ranks))
     add_row(facts, "batch", ", ".join(f"{path} {kind}" for path, kind in plan.batch.items()))
     if plan.microbatches != 1:
         add_row(facts, "", f"in {plan.microbatches} microbatches")
@@ -115,16 +120,10 @@ def _meshes(plan: Plan) -> Sequence[str]:
     if len(set(plan.meshes)) == 1:
         return tuple(dict.fromkeys(map(mesh_text, plan.stages)))
     return [
-        f"of stage {stage}: {mesh_text(chunk)}, {ranks_text(plan, stage)}"
+        f"of stage {stage}: {mesh_text(chunk)}, {ranks_text(plan.ranks_of_stages[stage])}"
         for stage in range(plan.num_stages)
         for chunk in list(plan.chunks_of(stage).values())[:1]
     ]
-
-
-def ranks_text(plan: Plan, stage: int) -> str:
-    """The ranks of a stage, in words."""
-    ranks = plan.ranks_of_stages[stage]
-    return f"ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
 
 
 def hint_text(hint: str) -> str:

@@ -45,6 +45,18 @@ def percent_text(share: float) -> str:
     return f"{percent:.1f} %" if abs(percent) >= 0.1 else f"{percent:.1g} %"
 
 
+def ranks_text(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 2 to 7``, ``ranks 0, 2 to 3``: numbers that rise, at least one."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    spans = [f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(spans)}"
+
+
 def sharding_text(sharding: Sharding, mesh: Mesh) -> str:
     """``S0(tp) S1(dp)``: dims and the axes that split them, outermost first; ``P`` is partial.
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from autopar.hint import Hint, Schedule
+from autopar.hint import Hint, Ranks, Schedule
 from autopar.ir.graph import INPUT, Graph
 from autopar.ir.sharding import Split
 from autopar.plan.records import CollectivePlan, CopyPlan, Plan, Prediction, Saving, SearchReport
+from autopar.plan.wording import ranks_text
 from autopar.planner.request import Candidate, Request
 from autopar.planner.savings import savings
 from autopar.search.analysis import Analysis
@@ -50,7 +51,11 @@ def assemble(
         microbatches=best.mesh.microbatches,
         per_microbatch=graph.alone,
         schedule=best.schedule,
-        notes=(*_notes(analysis, best), *_without_effect(request.hints, best)),
+        notes=(
+            *_idle(request, best),
+            *_notes(analysis, best),
+            *_without_effect(request.hints, best),
+        ),
         memory_limit_bytes=best.limit_bytes,
         prediction=_prediction(best, savings(analysis, best.costs, best.pipeline.stages)),
         search=SearchReport(
@@ -113,6 +118,24 @@ def _prediction(best: Candidate, saved: tuple[Saving, ...]) -> Prediction:
 
 def _modules(graph: Graph) -> Mapping[str, str]:
     return {node.name: node.source.module for node in graph.nodes if node.source.module}
+
+
+def _idle(request: Request, best: Candidate) -> list[str]:
+    """Which ranks are idle, and why."""
+    used = {
+        stage.first_rank + rank
+        for stage in best.pipeline.stages
+        for rank in range(stage.mesh.num_ranks)
+    }
+    idle = [rank for rank in range(request.cluster.num_devices) if rank not in used]
+    if not idle:
+        return []
+    asked = next((str(h) for h in request.hints if isinstance(h, Ranks)), "")
+    why = f"as {asked} asks" if asked else "no plan that uses them was found to be faster"
+    verb = "are" if len(idle) > 1 else "is"
+    if request.settled_plan is not None:
+        why = "as in the plan that placed the parameters"
+    return [f"{ranks_text(idle)} of {request.cluster.num_devices} {verb} idle: {why}"]
 
 
 def _without_effect(hints: Sequence[Hint], best: Candidate) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from autopar.errors import HintError, UnsupportedError
@@ -28,6 +29,7 @@ from autopar.planner.cuts import least_starts
 from autopar.planner.failures import keep_conflict, nothing_fits
 from autopar.planner.hints import Settled, check_optimizer, settle
 from autopar.planner.lanes import WORTH, Lanes, prepare
+from autopar.planner.parts import least_step_s, parts
 from autopar.planner.pipeline import Layout
 from autopar.planner.prove import prove
 from autopar.planner.request import Candidate, Failure, Request
@@ -48,21 +50,45 @@ def make_plan(analysis: Analysis, request: Request) -> Plan:
     """
     settled = settle(analysis, request.cluster, request.hints, request.memory_fraction)
     check_optimizer(analysis.graph, settled.restrictions, request.optimizer)
-    outer = _Outer(analysis, request, settled)
+    start = time.perf_counter()
+    first, *others = parts(request, settled)
+    outer = _Outer(analysis, first.asked(request), settled)
     outer.run()
-    if not outer.found:
-        conflict = keep_conflict(analysis, request, settled, outer.failures)
-        raise conflict or nothing_fits(analysis, settled, outer.failures, request.cluster)
-    best = min(outer.found, key=lambda c: c.step_s)
+    outers = {first: outer}
+    for part in others:
+        best_s = min((c.step_s for own in outers.values() for c in own.found), default=math.inf)
+        left_s = request.time_limit_s - (time.perf_counter() - start)
+        if left_s > 0 and least_step_s(analysis, part) < best_s:
+            outers[part] = _Outer(analysis, part.asked(request, time_limit_s=left_s), settled)
+            outers[part].run_if_allowed()
+    found = [part.moved(c) for part, own in outers.items() for c in own.found]
+    if not found:
+        conflict = keep_conflict(analysis, outer.request, settled, outer.failures)
+        raise conflict or nothing_fits(analysis, settled, outer.failures, first.cluster)
     return assemble(
         analysis,
         request,
-        best,
-        outer.found,
-        tried=outer.tried,
-        seconds=outer.seconds,
-        cut_short=outer.cut_short,
+        _fewest(found),
+        found,
+        tried=[
+            (f"{part.name}{mesh}", seconds)
+            for part, own in outers.items()
+            for mesh, seconds in own.tried
+        ],
+        seconds=time.perf_counter() - start,
+        cut_short=any(own.cut_short for own in outers.values()),
     )
+
+
+SAME = 1e-3
+"""Relative difference of seconds up to which steps are as fast."""
+
+
+def _fewest(found: Sequence[Candidate]) -> Candidate:
+    """The fastest candidate; of those as fast, the one on fewest ranks."""
+    best_s = min(c.step_s for c in found)
+    same = [c for c in found if c.step_s <= (1 + SAME) * best_s]
+    return min(same, key=lambda c: (c.num_ranks, c.step_s))
 
 
 class _Outer:
@@ -107,6 +133,11 @@ class _Outer:
         self._try_layout(layout, stage_meshes(cluster, degrees, layout.num_stages))
         if asked is None:
             self._try_pipelines()
+
+    def run_if_allowed(self) -> None:
+        """As `run`; nothing is found where the hints ask for another number of ranks."""
+        with suppress(HintError, UnsupportedError):
+            self.run()
 
     def _layout(self, num_stages: int) -> Layout:
         return Layout(

@@ -18,6 +18,7 @@ from autopar.hint import (
     Offload,
     OffloadStates,
     PerMicrobatch,
+    Ranks,
     Recompute,
     Replicate,
     Schedule,
@@ -47,6 +48,7 @@ class Settled:
         chunks: Chunks of the model that each stage of one holds.
         cuts: Hints about where a pipeline is cut.
         shares: Parts of the batch that the ranks of ``dp`` take, or None.
+        ranks: Ranks that take part, or None.
         microbatches: Their forced number, or None.
         memory_limit_bytes: Bytes that a hint lets a rank use, or None.
         memory_fraction: Usable part of a device's memory without that hint.
@@ -58,6 +60,7 @@ class Settled:
     chunks: int
     cuts: tuple[CutHint, ...]
     shares: tuple[int, ...] | None
+    ranks: Ranks | None
     microbatches: int | None
     memory_limit_bytes: int | None
     memory_fraction: float
@@ -136,6 +139,7 @@ def settle(
         chunks=spec.least_chunks if schedule is None else schedule.chunks or spec.least_chunks,
         cuts=cuts,
         shares=None if shares is None else shares.parts,
+        ranks=_ranks(hints, cluster),
         microbatches=count,
         memory_limit_bytes=None if limit is None else limit.limit_bytes,
         memory_fraction=fraction,
@@ -149,6 +153,17 @@ def _check_kind(given: object) -> None:
             f"cannot use {given!r} as a hint: it is a {type(given).__name__}; give a list of what "
             "the functions of autopar.hint return"
         )
+
+
+def _ranks(hints: Sequence[Hint], cluster: Cluster) -> Ranks | None:
+    """The one ``hint.ranks``, if the cluster has them."""
+    given = _only(hints, Ranks, "hint.ranks")
+    if given is not None and given.first + given.count > cluster.num_devices:
+        raise HintError(
+            f"cannot plan on {given.count} ranks from rank {given.first} on: cluster "
+            f"{cluster.name!r} has ranks 0 to {cluster.num_devices - 1}; name ranks that are there"
+        )
+    return given
 
 
 def _check_shares(shares: Shares, degrees: Degrees | None) -> None:

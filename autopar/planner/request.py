@@ -85,6 +85,11 @@ class Candidate:
         return self.simulation.seconds + self.update_s
 
     @property
+    def num_ranks(self) -> int:
+        """Ranks that have a stage."""
+        return sum({s.first_rank: s.mesh.num_ranks for s in self.pipeline.stages}.values())
+
+    @property
     def num_stages(self) -> int:
         return len({stage.first_rank for stage in self.pipeline.stages})
 

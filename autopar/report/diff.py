@@ -22,7 +22,14 @@ from autopar.plan.text import (
     section,
     table,
 )
-from autopar.plan.wording import bytes_text, fold_names, percent_text, seconds_text, sharding_text
+from autopar.plan.wording import (
+    bytes_text,
+    fold_names,
+    percent_text,
+    ranks_text,
+    seconds_text,
+    sharding_text,
+)
 
 Names = tuple[str, str]
 """What to call the two plans."""
@@ -67,6 +74,7 @@ def _facts(a: Plan, b: Plan) -> Iterator[tuple[str, str, str]]:
         ("batch", _batch(a), _batch(b)),
         ("mesh", _mesh(a), _mesh(b)),
         ("from each microbatch alone", _alone(a), _alone(b)),
+        ("idle", _idle(a), _idle(b)),
         ("hints", ", ".join(a.hints) or "none", ", ".join(b.hints) or "none"),
         ("notes", "; ".join(a.notes) or "none", "; ".join(b.notes) or "none"),
     ):
@@ -85,6 +93,10 @@ def _mesh(plan: Plan) -> str:
 
 def _alone(plan: Plan) -> str:
     return ", ".join(plan.per_microbatch) or "nothing"
+
+
+def _idle(plan: Plan) -> str:
+    return ranks_text(plan.idle_ranks) if plan.idle_ranks else "none"
 
 
 def _predictions(a: Plan, b: Plan) -> Iterator[tuple[str, str, str, str]]:

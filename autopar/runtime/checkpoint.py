@@ -7,11 +7,11 @@ writes every shard once, with its place in the whole.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from autopar.errors import AutoparError
 from autopar.runtime.executor import EXTRA_STATE, ParallelModule
+
+_Result = TypeVar("_Result")
 
 
 def load(parallel: ParallelModule, path: str | PathLike[str]) -> None:
@@ -38,33 +40,43 @@ def load(parallel: ParallelModule, path: str | PathLike[str]) -> None:
     Raises:
         AutoparError: It is none of these, or values are missing or have other shapes.
     """
-    failed: Exception | None = None
     own = parallel.state_dict(keep_vars=True)
+    copy = _together(parallel, "the check of a checkpoint", lambda: _checked(parallel, own, path))
+    _together(parallel, "loading a checkpoint", copy)
+
+
+def _together(parallel: ParallelModule, phase: str, work: Callable[[], _Result]) -> _Result:
+    """What a phase results in on this rank, once it has gone well on all."""
+    failed: Exception | None = None
     try:
         with torch.no_grad():
-            _load(parallel, own, Path(path))
+            result = work()
     except (AutoparError, OSError, ValueError, RuntimeError) as error:
         failed = error
-    parallel.session.agree("loading a checkpoint", failed)
+    parallel.session.agree(phase, failed)
+    return result
 
 
-def _load(parallel: ParallelModule, own: dict[str, Any], path: Path) -> None:
+def _checked(
+    parallel: ParallelModule, own: dict[str, Any], given: str | PathLike[str]
+) -> Callable[[], None]:
+    """What copies the values, if they fit."""
+    path = Path(given)
     extra = own.pop(EXTRA_STATE)
     if (path / ".metadata").is_file():
-        _load_dcp(parallel, own, extra, path)
-        return
+        return _checked_dcp(parallel, own, extra, path)
     files = _safetensors_files(path)
     if not files:
         raise AutoparError(
             f"cannot load {str(path)!r}: it is neither a folder of torch.distributed.checkpoint "
             "nor a safetensors file or folder; convert it to one of these"
         )
-    _load_safetensors(own, files)
+    return lambda: _load_safetensors(own, files)
 
 
-def _load_dcp(
+def _checked_dcp(
     parallel: ParallelModule, own: Mapping[str, Tensor], extra: Tensor, path: Path
-) -> None:
+) -> Callable[[], None]:
     metadata = FileSystemReader(path).read_metadata().state_dict_metadata
     prefix = _prefix(own, metadata)
     wanted = {
@@ -77,8 +89,12 @@ def _load_dcp(
         _check_shape(key, shape, tensor)
     if prefix + EXTRA_STATE in metadata:
         wanted[prefix + EXTRA_STATE] = extra
-    load_dcp(wanted, checkpoint_id=path)
-    parallel.set_extra_state(extra)
+
+    def copy() -> None:
+        load_dcp(wanted, checkpoint_id=path)
+        parallel.set_extra_state(extra)
+
+    return copy
 
 
 def _prefix(own: Mapping[str, Tensor], saved: Mapping[str, Any]) -> str:
@@ -129,11 +145,9 @@ def _load_safetensors(own: Mapping[str, Tensor], files: list[Path]) -> None:
             _check_shape(name, tuple(saved.get_shape()), tensor)
             if isinstance(tensor, DTensor):
                 local = tensor.to_local()
-                ranges = _ranges(tensor)
-                value = (
-                    saved[ranges] if ranges and local.numel() else by_name[name].get_tensor(name)
-                )
-                local.copy_(value if local.numel() else local)
+                if local.numel():
+                    ranges = _ranges(tensor)
+                    local.copy_(saved[ranges] if ranges else by_name[name].get_tensor(name))
             else:
                 tensor.copy_(by_name[name].get_tensor(name))
 

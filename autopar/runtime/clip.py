@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,9 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from autopar.errors import AutoparError
-from autopar.runtime.groups import StagePeers, stages_of
+from autopar.runtime.groups import results_group
 from autopar.runtime.host import by_device, computes_on
-from autopar.runtime.mail import group_named
 
 
 @torch.no_grad()
@@ -42,10 +42,10 @@ def clip_grad_norm_(
     """
     distinct = _distinct(parameters)
     gradients = [p.grad for p in distinct if p.grad is not None]
-    stages = _stages(distinct)
-    if not gradients and stages is None:
+    everyone = _everyone(distinct)
+    if not gradients and everyone is None:
         return torch.tensor(0.0)
-    norm = _total_norm(gradients, float(norm_type), stages)
+    norm = _total_norm(gradients, float(norm_type), everyone)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise AutoparError(
             f"cannot clip gradients: their norm is {norm.item()}; skip this step, or clip without "
@@ -66,20 +66,37 @@ def _distinct(parameters: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]
     return list({id(p): p for p in parameters}.values())
 
 
-def _stages(parameters: list[Tensor]) -> StagePeers | None:
-    """Stages of the pipeline that the parameters are on; None without one."""
-    found = (stages_of(p.device_mesh) for p in parameters if isinstance(p, DTensor))
-    return next((peers for peers in found if peers is not None), None)
+@dataclass(frozen=True, slots=True)
+class _Everyone:
+    """All ranks, where the parameters lie on some of them.
+
+    Attributes:
+        group: Of all ranks.
+        speaks: Whether this rank tells the others of the parameters of its mesh.
+    """
+
+    group: Any
+    speaks: bool
+
+
+def _everyone(parameters: list[Tensor]) -> _Everyone | None:
+    """All ranks, if the parameters lie on some of them only: on one stage, or idle ranks exist."""
+    for parameter in parameters:
+        if isinstance(parameter, DTensor):
+            group = results_group(parameter.device_mesh)
+            first = int(parameter.device_mesh.mesh.flatten()[0])
+            return None if group is None else _Everyone(group, dist.get_rank() == first)
+    return None
 
 
 def _local(gradient: Tensor) -> Tensor:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
-def _total_norm(gradients: list[Tensor], norm_type: float, stages: StagePeers | None) -> Tensor:
+def _total_norm(gradients: list[Tensor], norm_type: float, everyone: _Everyone | None) -> Tensor:
     """Norm over all gradients, joined over the axes that split each of them and over stages."""
     by_axes: dict[Any, list[Tensor]] = {}
-    for gradient in gradients:
+    for gradient in filter(_is_here, gradients):
         by_axes.setdefault(_split_axes(gradient), []).append(_local(gradient))
     infinite = norm_type == float("inf")
     device = computes_on(gradients[0]) if gradients else torch.device("cpu")
@@ -95,12 +112,17 @@ def _total_norm(gradients: list[Tensor], norm_type: float, stages: StagePeers | 
             op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
             dist.all_reduce(part, op=op, group=mesh.get_group(axis))
         total = torch.maximum(total, part) if infinite else total + part
-    if stages is not None:
+    if everyone is not None:
         op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
-        if dist.get_rank() != stages.rank_of(stages.stage, 0):
+        if not everyone.speaks:
             total.zero_()  # the first rank of a stage speaks for it
-        dist.all_reduce(total, op=op, group=group_named(stages.down))
+        dist.all_reduce(total, op=op, group=everyone.group)
     return total if infinite else total.pow(1.0 / norm_type)
+
+
+def _is_here(gradient: Tensor) -> bool:
+    """Whether this rank is on the gradient's mesh."""
+    return not isinstance(gradient, DTensor) or gradient.device_mesh.get_coordinate() is not None
 
 
 def _split_axes(gradient: Tensor) -> tuple[tuple[Any, int], ...]:

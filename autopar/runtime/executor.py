@@ -201,6 +201,7 @@ class ParallelModule(nn.Module):
                 _check_pending(own.pending)
             sharded = isinstance(batch, ShardedBatch)
             step, tensors = self._find_for_part(batch.part) if sharded else self._find(batch)
+            step.check_sound()
         except Exception as error:  # noqa: BLE001  (raised, once the others know)
             raise own.session.settle("the check of the batch", error) from error.__cause__
         results = self._run(step, tensors, sharded)
@@ -409,15 +410,17 @@ class ParallelModule(nn.Module):
                 "does not tell the whole; call parallel.prepare(batch) with the whole's shapes"
             )
         tensors: tuple[Tensor, ...] = ()
-        if part is None:
-            problems = [step.problem_without_part() for _, step in steps]
-        else:
+        problems = [step.problem_without_part() for _, step in steps]
+        if part is not None:
             _, tensors, structure = flatten_batch(part)
             problems = [
-                step.problem_of_part(tensors)
-                if key.structure == structure
-                else "its structure is another"
-                for key, step in steps
+                problem
+                and (
+                    step.problem_of_part(tensors)
+                    if key.structure == structure
+                    else "its structure is another"
+                )
+                for problem, (key, step) in zip(problems, steps, strict=True)
             ]
         fitting = [i for i, problem in enumerate(problems) if not problem]
         if len(steps) > 1:  # ranks could choose different ones: take what fits everywhere
@@ -430,7 +433,8 @@ class ParallelModule(nn.Module):
                 "samples that parallel.batch_slices() names, or prepare(batch) another whole"
             )
         step = steps[fitting[-1]][1]
-        return step, step.no_samples() if part is None else tensors
+        reads = step.problem_without_part()
+        return step, tensors if reads else step.no_samples()
 
     def _run(self, step: Step, tensors: Sequence[Tensor], sharded: bool) -> Results:
         session = self._autopar.session
@@ -451,8 +455,8 @@ class ParallelModule(nn.Module):
 
     def _returned(self, step: Step, results: Results) -> Any:
         own, loss = self._autopar, results.loss
-        # A stage without parameters takes part in the backward too.
-        is_stage = step.source.stage is not None and self._wants_grad()
+        # Where no parameter gets a gradient on this rank, it may on another.
+        is_stage = step.source.sharing is not None and self._wants_grad()
         if loss is not None and (results.gradients or is_stage):
             token = Token(step.targets, results.gradients)
             own.pending = weakref.ref(token)

@@ -26,15 +26,15 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, _resolve_process_group
 from torch.distributed.device_mesh import DeviceMesh
 
 import autopar.errors
@@ -67,31 +67,46 @@ class MeshGroups:
     device_mesh: DeviceMesh
 
 
-_STAGES: weakref.WeakKeyDictionary[DeviceMesh, StagePeers] = weakref.WeakKeyDictionary()
-"""Peers on the other stages of a pipeline, by the mesh of a stage's parameters."""
+@dataclass(eq=False)
+class MailGroups:
+    """Two groups of all ranks, for what crosses meshes; the same ones for every program.
 
+    Names, since a group that is held stays open when it is closed, and ranks that wait in it would
+    not learn of it.
 
-def stages_of(mesh: DeviceMesh) -> StagePeers | None:
-    """This rank's peers on other stages; None without a pipeline."""
-    return _STAGES.get(mesh)
+    Attributes:
+        down: Name of the group of messages to later stages, and of results; ``up`` of that of
+            messages to earlier ones.
+        spoiled: Whether a step on them did not end: what it left behind would meet the next.
+    """
+
+    down: str
+    up: str
+    spoiled: bool = False
+
+    @contextmanager
+    def sound(self) -> Iterator[None]:
+        """They are spoiled if what runs in this context does not end."""
+        try:
+            yield
+        except BaseException:
+            self.spoiled = True
+            raise
 
 
 @dataclass(frozen=True)
 class StagePeers:
-    """The ranks of every stage of a pipeline.
+    """The ranks of every stage.
 
     Attributes:
-        stage: This rank's stage.
+        stage: This rank's stage; None where it is idle.
         first_ranks: Global number of the first rank of every stage.
-        down: Name of the group of messages to later stages, and of results; ``up`` of that of
-            messages to earlier ones. All ranks are in both. Names, since a group that is held
-            stays open when it is closed, and ranks that wait in it would not learn of it.
+        mail: The groups of all ranks.
     """
 
-    stage: int
+    stage: int | None
     first_ranks: tuple[int, ...]
-    down: str
-    up: str
+    mail: MailGroups
 
     def rank_of(self, stage: int, place: int) -> int:
         """Global number of a rank, from its number on its stage."""
@@ -123,6 +138,7 @@ class Session:
     doing: Callable[[], str] = str
     _meshes: dict[tuple[Any, ...], MeshGroups] = field(default_factory=dict)
     _owned: dict[tuple[Any, ...], list[Any]] = field(default_factory=dict)
+    _mail: MailGroups | None = None
     _epoch: int = 0
     _entered: int = 0
     _closed: str = ""
@@ -149,13 +165,13 @@ class Session:
         with suppress(Exception):
             self.agree(phase, error)
 
-    def agree_equal(self, what: str, digest: str, stage: int = 0) -> None:
+    def agree_equal(self, what: str, digest: str, stage: int | None = 0) -> None:
         """Raise on every rank unless all ranks of a stage have the same digest of ``what``.
 
         Raises:
             RuntimeFailure: They differ.
         """
-        first: dict[int, tuple[int, str]] = {}
+        first: dict[int | None, tuple[int, str]] = {}
         for other, (own, found) in enumerate(self._all_gather(what, (stage, digest))):
             rank, expected = first.setdefault(own, (other, found))
             if found == expected:
@@ -354,36 +370,29 @@ class Session:
         device_mesh = DeviceMesh(self.device.type, grid, mesh_dim_names=names)
         return MeshGroups(mesh, tuple(axes), active, device_mesh), owned
 
-    def stage_groups(
-        self, meshes: Sequence[Mesh], first_ranks: Sequence[int]
-    ) -> tuple[MeshGroups, StagePeers]:
-        """Groups of this rank's stage of a pipeline, and of its messages to other stages.
+    def mail(self) -> MailGroups:
+        """The groups of all ranks; every rank must call alike, between steps.
 
-        Every rank must be on a stage, and must call it.
-
-        Args:
-            meshes: Mesh of every stage.
-            first_ranks: Global number of the first rank of every stage.
+        They are made at the first call. After a step that did not end on some rank, all ranks make
+        others: receives that it left posted would take the messages of the next.
         """
-        made = [self._make_groups(*one) for one in zip(meshes, first_ranks, strict=True)]
-        stage = max(s for s, first in enumerate(first_ranks) if first <= self.rank)
-        groups, owned = made[stage]
-        down, up = (
-            dist.new_group(timeout=_delta(self.step_timeout_s), backend=self._backend)
-            for _ in range(2)
-        )
-        owned += [down, up]
-        self._warm_up(owned)
-        key = tuple((m.names, m.sizes, f) for m, f in zip(meshes, first_ranks, strict=True))
-        self._owned["stages", *key] = owned
-        peers = StagePeers(
-            stage=stage,
-            first_ranks=tuple(first_ranks),
-            down=down.group_name,
-            up=up.group_name,
-        )
-        _STAGES[groups.device_mesh] = peers
-        return groups, peers
+        self.check_open()
+        mail = self._mail
+        if mail is None:
+            mail = self._mail = MailGroups(*self._make_mail())
+        elif any(self.gather_objects("the last step", mail.spoiled)):
+            _destroy(self._owned.pop(_MAIL))
+            mail.down, mail.up = self._make_mail()
+            mail.spoiled = False
+        return mail
+
+    def _make_mail(self) -> tuple[str, str]:
+        timeout = _delta(self.step_timeout_s)
+        made = [dist.new_group(timeout=timeout, backend=self._backend) for _ in range(2)]
+        self._owned[_MAIL] = list(made)
+        self._warm_up(made)
+        down, up = (group.group_name for group in made)
+        return down, up
 
     @property
     def _backend(self) -> str:
@@ -406,6 +415,23 @@ class Session:
                 ones = torch.ones(1, device=self.device)
                 dist.all_reduce(ones, group=group)
                 assert ones.item() == dist.get_world_size(group)
+
+
+_MAIL = ("mail",)
+"""Where a session owns its `MailGroups`."""
+
+
+def results_group(mesh: DeviceMesh) -> Any:
+    """Open group of all ranks for values that lie on a mesh; None where it holds all ranks."""
+    session = _SESSIONS.get(dist.group.WORLD) if dist.is_initialized() else None
+    if session is None or session._mail is None or mesh.size() == session.world_size:
+        return None
+    return group_named(session._mail.down)
+
+
+def group_named(name: Any) -> Any:
+    """The open process group of a name."""
+    return _resolve_process_group(name)
 
 
 @dataclass

@@ -15,13 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _resolve_process_group
 
 from autopar.capture.ops import torch_dtype
 from autopar.ir.graph import Ref
 from autopar.lower.pieces import Box, Part
 from autopar.lower.program import Message, Program
-from autopar.runtime.groups import StagePeers
+from autopar.runtime.groups import StagePeers, group_named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,15 +146,16 @@ class Mail:
 
     def _rank(self, message: Message, part: Part) -> int:
         """The rank at the other end of a part of a message."""
-        return self._route.peers.rank_of(self._route.stages[message.peer], part.place)
+        stage = self._route.stages[message.peer]
+        return self._route.peers.first_ranks[stage] + part.place
 
     def _tag(self, message: Message, microbatch: int) -> int:
         return microbatch * self._route.num_transfers + message.number
 
     def _direction(self, source: int, target: int) -> Any:
         """Group of messages from one chunk to another."""
-        peers = self._route.peers
-        return group_named(peers.down if source < target else peers.up)
+        groups = self._route.peers.mail
+        return group_named(groups.down if source < target else groups.up)
 
 
 def _elements(piece: Tensor, box: Box) -> Tensor:
@@ -175,11 +175,6 @@ def _scatter(buffer: Tensor, piece: Tensor, part: Part) -> None:
     sizes = [box.num_elements for box in part.boxes]
     for box, values in zip(part.boxes, torch.split(buffer, sizes), strict=True):
         _elements(piece, box).copy_(values.view(box.sizes))
-
-
-def group_named(name: Any) -> Any:
-    """The open process group of a name."""
-    return _resolve_process_group(name)
 
 
 def plain(tensor: Tensor) -> Tensor:

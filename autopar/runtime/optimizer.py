@@ -71,7 +71,9 @@ class _Watch:
         if self._expected is None or optimizer in self._checked or not self._owns(optimizer):
             return
         self._checked.add(optimizer)
-        stepped = [p for p in _parameters(optimizer) if id(p) in self._ids and p.grad is not None]
+        # The state of a 0-d parameter cannot be told from a count of steps.
+        own = [p for p in _parameters(optimizer) if id(p) in self._ids and p.ndim]
+        stepped = [p for p in own if p.grad is not None]
         expected = sum(
             _local(p).numel() * self._expected.element_bytes(str(p.dtype).removeprefix("torch."))
             for p in stepped

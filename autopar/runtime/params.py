@@ -13,6 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from autopar.errors import AutoparError
 from autopar.ir.sharding import (
@@ -51,11 +52,13 @@ def shard_model(
     dtypes: Mapping[str, torch.dtype] | None = None,
     aliases: Mapping[str, str],
     groups: MeshGroups,
-    coordinates: Sequence[int],
+    coordinates: Sequence[int] | None,
     device: torch.device,
     on_host: Collection[str] = (),
     init: Init | None = None,
     seed: int = 0,
+    owned: Collection[str] | None = None,
+    homes: Mapping[str, MeshGroups] | None = None,
 ) -> ModelState:
     """This rank's parameters and buffers of a model, which is left as it is.
 
@@ -66,11 +69,14 @@ def shard_model(
             their values are the model's, cast.
         aliases: Second names of tied parameters and buffers to the first.
         groups: Groups of the plan's mesh.
-        coordinates: This rank's place on it.
+        coordinates: This rank's place on it; None on an idle rank, which has the parameters as
+            DTensors of which it holds no element.
         device: Where the tensors go.
         on_host: Names of parameters that stay in host memory.
         init: Fills a model on meta; the default is `initialize.default_init`.
         seed: Seed of ``init``.
+        owned: First names of the parameters this rank has; None for all.
+        homes: Groups of the meshes of parameters by first name, where that is not ``groups``.
 
     Raises:
         AutoparError: Nothing fills a parameter or buffer on meta.
@@ -78,23 +84,34 @@ def shard_model(
     everything = whole(groups.mesh)
     shapes = {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
 
+    def is_owned(name: str) -> bool:
+        return owned is None or name in owned or name not in shapes
+
     def rows(name: str) -> Sequence[int] | None:
+        if coordinates is None or not is_owned(name):
+            return () if name in shapes else None
         splits = dim_splits(stored.get(name, everything), 0)
         return local_indices(shapes[name][0], splits, coordinates) if splits else None
 
     kept: dict[str, Tensor] = {}
     for name, full in initialized(model, aliases, init, seed, rows):
+        if not is_owned(name):
+            continue
         sharding = stored.get(name, everything) if name in shapes else everything
         dtype = (dtypes or {}).get(name, full.dtype)
-        piece = local_piece(full, sharding, coordinates)
+        absent = coordinates is None and name in shapes
+        piece = full.new_empty(0) if absent else local_piece(full, sharding, coordinates or ())
         kept[name] = at_home(piece, device, dtype) if name in on_host else piece.to(device, dtype)
     parameters: dict[str, nn.Parameter] = {}
     for name, old in model.named_parameters(remove_duplicate=False):
         owner = aliases.get(name, name)
+        if not is_owned(owner):
+            continue
         if owner not in parameters:
             sharding = stored.get(owner, everything)
+            home = (homes or {}).get(owner, groups)
             parameters[owner] = as_parameter(
-                kept[owner], old.shape, sharding, groups, old.requires_grad
+                kept[owner], old.shape, sharding, home, old.requires_grad
             )
         parameters[name] = parameters[owner]
     buffers = {
@@ -190,6 +207,13 @@ def as_dtensor(
     A piece in host memory stays there: ``from_local`` would move it to the mesh's device.
     """
     strides = torch.empty(tuple(shape), device="meta").stride()
+    if groups.device_mesh.get_coordinate() is None:
+        # ``from_local`` takes the shape of a 0-d tensor from a piece, and here is none. Of such a
+        # tensor DTensor keeps a zero on ranks that are not on its mesh, of others no element.
+        meta = TensorMeta(torch.Size(shape), strides, local.dtype)
+        spec = DTensorSpec(groups.device_mesh, tuple(placements), tensor_meta=meta)
+        piece = local if shape else local.new_zeros(())
+        return DTensor(piece, spec, requires_grad=False)  # type: ignore[no-untyped-call]
     moves = local.device.type != groups.device_mesh.device_type
     made = DTensor.from_local(
         local.to("meta") if moves else local,
@@ -248,8 +272,10 @@ def load_value(name: str, own: Tensor, value: Tensor) -> None:
 def wrap_whole(like: DTensor, full: Tensor) -> DTensor:
     """A DTensor of the placements of ``like`` cut from a whole tensor; nothing is communicated."""
     local = full.detach()
+    if like.device_mesh.get_coordinate() is None:
+        local = local.new_empty(0)
     for axis, placement in enumerate(like.placements):
-        if isinstance(placement, Shard):
+        if isinstance(placement, Shard) and like.device_mesh.get_coordinate() is not None:
             size = like.device_mesh.size(axis)
             chunk = -(-local.shape[placement.dim] // size)
             start = min(like.device_mesh.get_local_rank(axis) * chunk, local.shape[placement.dim])

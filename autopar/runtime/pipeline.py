@@ -12,11 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, fx
 
-from autopar.capture.ops import torch_dtype
-from autopar.ir.graph import Ref, TensorType
+from autopar.ir.graph import Ref
 from autopar.lower.program import (
     ACCUMULATE,
     Instruction,
@@ -26,23 +24,9 @@ from autopar.lower.program import (
 from autopar.lower.segments import Segment, segments
 from autopar.lower.unroll import Turn, lives, of_turn, totals_of
 from autopar.runtime.loop import Built, arrived, as_alias, join, owned, part_of, reduce_of
-from autopar.runtime.mail import Mail, Route, group_named, plain
+from autopar.runtime.mail import Mail, Route
 from autopar.runtime.module import AxisGroup, Part, build_part
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedResult:
-    """A result that one stage makes and every rank has: the loss, an entry of the dict, a buffer.
-
-    Attributes:
-        index: Its place among the program's results.
-        stage: Stage whose ranks make it.
-        type: Type of the whole.
-    """
-
-    index: int
-    stage: int
-    type: TensorType
+from autopar.runtime.results import Sharing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,22 +36,18 @@ class StageSource:
     Attributes:
         row: Its turns, in the order of the schedule.
         route: Where its messages go.
-        shared: Results of one stage that every rank returns.
+        stage: Number of the stage.
     """
 
     row: tuple[Turn, ...]
     route: Route
-    shared: tuple[SharedResult, ...]
-
-    @property
-    def stage(self) -> int:
-        """Number of the stage."""
-        return self.route.peers.stage
+    stage: int
 
 
 def build_stage(
     programs: Sequence[Program],
     source: StageSource,
+    sharing: Sharing,
     groups: tuple[AxisGroup, ...],
     device: torch.device,
 ) -> Built:
@@ -76,11 +56,12 @@ def build_stage(
     Args:
         programs: This rank's program of every microbatch (one if there is one microbatch), with
             all its chunks.
-        source: Row, peers and shared results.
+        source: Row and peers.
+        sharing: Results of one stage that every rank returns.
         groups: The group of each mesh axis, in mesh order.
         device: What device constants mean.
     """
-    stage = _Stage(programs, source, groups, device)
+    stage = _Stage(programs, source, sharing, groups, device)
     return Built(stage.run, stage.modules, stage.doing)
 
 
@@ -112,11 +93,13 @@ class _Stage:
         self,
         programs: Sequence[Program],
         source: StageSource,
+        sharing: Sharing,
         groups: tuple[AxisGroup, ...],
         device: torch.device,
     ) -> None:
         self.first = programs[0]
         self.source = source
+        self.sharing = sharing
         self.device = device
         self.modules: tuple[fx.GraphModule, ...] = ()
         self._groups = groups
@@ -201,7 +184,8 @@ class _Stage:
         """Results of the step, in the order of ``Program.results``."""
         self._mail.waits = None
         try:
-            found = self._run(dict(zip(self._given, values, strict=True)))
+            with self.sharing.peers.mail.sound():
+                found = self._run(dict(zip(self._given, values, strict=True)))
         except BaseException:
             self._mail.drop()
             raise
@@ -213,7 +197,7 @@ class _Stage:
         env |= self._loop(env)
         self._outside(Section.EPILOGUE, self._epilogue, env)
         self._mail.finish()
-        return self._returned(env)
+        return self.sharing.share([env.get(ref) for ref in self.first.results], self.device)
 
     def _outside(self, section: Section, steps: Sequence[tuple[Segment, _Part]], env: Env) -> None:
         """Run the prologue or the epilogue: all receives are posted first."""
@@ -274,29 +258,6 @@ class _Stage:
         for ref, term in joined.items():
             if ref not in first:
                 join(totals[ref], term, self._reduces[ref])
-
-    def _returned(self, env: Mapping[Ref, Tensor]) -> tuple[Tensor, ...]:
-        """Results in order; those of one stage are sent to all ranks."""
-        shared = {item.index: item for item in self.source.shared}
-        found = []
-        for index, ref in enumerate(self.first.results):
-            item = shared.get(index)
-            if item is None:
-                found.append(env[ref])
-                continue
-            mine = item.stage == self.source.stage
-            kind = item.type
-            value = (
-                env[ref].clone()
-                if mine
-                else torch.empty(kind.shape, dtype=torch_dtype(kind.dtype), device=self.device)
-            )
-            if value.numel():
-                peers = self.source.route.peers
-                first = peers.rank_of(item.stage, 0)
-                dist.broadcast(plain(value), src=first, group=group_named(peers.down))
-            found.append(value)
-        return tuple(found)
 
 
 class _Wanted:

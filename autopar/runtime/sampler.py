@@ -34,7 +34,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
     """Yields, for every global batch, the indices of this rank's samples.
 
     For ``DataLoader(dataset, batch_sampler=...)``. Together the ranks see each global batch as one
-    process would see it with the same order.
+    process would see it with the same order. A rank that reads no samples gets the first of each
+    batch, which its step leaves unread: a loader cannot make a batch of none.
     """
 
     def __init__(self, deal: Deal) -> None:
@@ -55,9 +56,10 @@ class GlobalBatchSampler(Sampler[list[int]]):
         return order
 
     def __iter__(self) -> Iterator[list[int]]:
-        order, size = self.order(), self.deal.batch_size
+        order, size, part = self.order(), self.deal.batch_size, self.deal.part
+        taken = slice(1) if part.start == part.stop else part
         for batch in range(len(self)):
-            yield order[batch * size : (batch + 1) * size][self.deal.part]
+            yield order[batch * size : (batch + 1) * size][taken]
 
     def __len__(self) -> int:
         full, rest = divmod(self.deal.num_items, self.deal.batch_size)

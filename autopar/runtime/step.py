@@ -15,16 +15,17 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar.capture.ops import torch_dtype
-from autopar.errors import BatchError
+from autopar.errors import BatchError, RuntimeFailure
 from autopar.ir.graph import KEY
 from autopar.ir.sharding import Sharding, dim_splits, local_indices, whole
 from autopar.lower.program import WAIT, Program, ProgramInput
 from autopar.plan.records import Plan
 from autopar.runtime.groups import MeshGroups
 from autopar.runtime.host import TO_HOST, settle
-from autopar.runtime.loop import build
+from autopar.runtime.loop import Built, build
 from autopar.runtime.params import ModelState, input_piece, local_of, local_piece
 from autopar.runtime.pipeline import StageSource, build_stage
+from autopar.runtime.results import Sharing, build_idle, shared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,8 @@ class StepSource:
         returns_dict: Whether the loss function returns ``(loss, dict)``.
         batch_dims: Input path to the dim that counts samples.
         microbatches: The rank's program of every microbatch, if there are several.
-        stage: How the rank's stage of a pipeline runs; None without a pipeline.
+        stage: How the rank's stage of a pipeline runs; None without a pipeline, and on idle ranks.
+        sharing: Results that not all ranks make; None where all do.
         draws: Whether the step draws random numbers, on whatever rank.
     """
 
@@ -49,12 +51,13 @@ class StepSource:
     batch_dims: Mapping[str, int]
     microbatches: tuple[Program, ...] = ()
     stage: StageSource | None = None
+    sharing: Sharing | None = None
     draws: bool = False
 
     @property
-    def stage_number(self) -> int:
-        """The rank's stage of a pipeline, 0 without one."""
-        return 0 if self.stage is None else self.stage.stage
+    def stage_number(self) -> int | None:
+        """The rank's stage, None where it is idle."""
+        return 0 if self.sharing is None else self.sharing.peers.stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +98,7 @@ class Step:
         self.source = source
         self.targets = tuple(state.parameters[name] for name in program.gradients)
         self.has_run = False
-        programs = source.microbatches or (program,)
-        if source.stage is None:
-            built = build(programs, groups.axes, device)
-        else:
-            built = build_stage(programs, source.stage, groups.axes, device)
+        built = self._built(groups, device)
         self.modules = built.modules
         self._call = built.run
         self.doing = built.doing
@@ -134,6 +133,33 @@ class Step:
             self._num_head + n for n, name in enumerate(program.gradients) if name in home
         }
         self._copied: tuple[int, ...] | None = None
+
+    def _built(self, groups: MeshGroups, device: torch.device) -> Built:
+        """What runs the step on this rank."""
+        source = self.source
+        programs = source.microbatches or (source.program,)
+        if source.sharing is None:
+            return build(programs, groups.axes, device)
+        if source.stage is not None:
+            return build_stage(programs, source.stage, source.sharing, groups.axes, device)
+        if source.stage_number is not None:
+            return shared(build(programs, groups.axes, device), source.sharing, device)
+        pieces = [local_of(cast(DTensor, parameter)) for parameter in self.targets]
+        return build_idle(source.program, pieces, source.sharing, device)
+
+    def check_sound(self) -> None:
+        """Refuse to run where messages of a step that was interrupted may be under way.
+
+        Raises:
+            RuntimeFailure: They may.
+        """
+        sharing = self.source.sharing
+        if sharing is not None and sharing.peers.mail.spoiled:
+            raise RuntimeFailure(
+                "cannot run a step: an earlier one was interrupted on this rank, and its messages "
+                "may be under way still; call autopar.compile again on all ranks, or start the "
+                "processes again"
+            )
 
     @property
     def coordinates(self) -> tuple[int, ...]:
@@ -267,6 +293,11 @@ class Step:
         """
         plan = self.source.plan
         stage = plan.stage_of_rank(rank)
+        if stage is None:
+            ends = {
+                path: plan.batch[path].shape[dim] for path, dim in self.source.batch_dims.items()
+            }
+            return {path: slice(end, end) for path, end in ends.items()}
         mesh = plan.meshes[stage].space
         coordinates = mesh.coordinates(rank - plan.ranks_of_stages[stage].start)
         inputs = {p: s for chunk in plan.chunks_of(stage).values() for p, s in chunk.inputs.items()}

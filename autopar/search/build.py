@@ -267,8 +267,10 @@ class _Builder:
 
     def _stored(self, node: Node, names: Sequence[str]) -> tuple[Sharding, ...]:
         shape = node.outputs[0].shape
-        if names[0] in self.restrictions.stored:
-            return tuple(dict.fromkeys(self.restrictions.stored[name] for name in names))
+        # Of a class that reaches over stages of unlike meshes, some are stored on others.
+        stored = self.restrictions.stored
+        if any(name in stored for name in names):
+            return tuple(dict.fromkeys(stored[name] for name in names if name in stored))
         everything = plain_shardings(shape, self.mesh, dims=range(len(shape)))
         legal = [s for s in everything if is_legal(shape, s, self.mesh, empty=True)]
         hinted = [

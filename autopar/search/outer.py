@@ -40,6 +40,7 @@ def meshes(
         raise HintError(
             f"cannot cut {cluster.num_devices} ranks of cluster {cluster.name!r} into {num_stages} "
             "stages of equal size: use a number of stages that divides the ranks"
+            f"{_with_fewer(cluster.num_devices // num_stages * num_stages, cluster.num_devices)}"
         )
     roles = (
         () if degrees is None else (degrees.dp, degrees.tp, degrees.cp, degrees.ep, degrees.zero)
@@ -50,7 +51,7 @@ def meshes(
     where = f"of cluster {cluster.name!r}"
     if num_stages > 1:
         where = f"of each of {num_stages} stages {where}"
-    return tuple(_role_meshes(cluster.num_devices // num_stages, where, degrees))
+    return tuple(_role_meshes(cluster.num_devices // num_stages, where, degrees, num_stages))
 
 
 def stage_meshes(
@@ -77,6 +78,7 @@ def stage_meshes(
         raise HintError(
             f"cannot lay stages of {counts} = {total} ranks on the {cluster.num_devices} ranks of "
             f"cluster {cluster.name!r}: every rank is on one stage; change a degree"
+            f"{_with_fewer(total, cluster.num_devices)}"
         )
     return (tuple(found),)
 
@@ -162,7 +164,7 @@ def _halves(size: int) -> Sequence[int]:
     return sorted(divisors, key=lambda d: (abs(math.log(d * d / size)), d))[:2]
 
 
-def _role_meshes(ranks: int, where: str, degrees: Degrees) -> Iterator[Mesh]:
+def _role_meshes(ranks: int, where: str, degrees: Degrees, num_stages: int = 1) -> Iterator[Mesh]:
     if degrees.ep is not None and degrees.ep > 1:
         raise UnsupportedError(
             f"cannot plan with ep={degrees.ep}: this version has no expert axis; use ep=1"
@@ -172,9 +174,10 @@ def _role_meshes(ranks: int, where: str, degrees: Degrees) -> Iterator[Mesh]:
     open_roles = [role for role, degree in given.items() if degree is None]
     said = " x ".join(f"{role}={d}" for role, d in given.items() if d is not None)
     if ranks % fixed or (fixed != ranks and not open_roles):
+        fewer = _with_fewer(fixed * num_stages, ranks * num_stages)
         raise HintError(
             f"cannot lay degrees {said} = {fixed} on {ranks} ranks {where}: they must multiply to "
-            f"{ranks}; change a degree or leave one out"
+            f"{ranks}; change a degree or leave one out{fewer}"
         )
     rest = ranks // fixed
     for split in _factorings(rest, len(open_roles)):
@@ -184,6 +187,11 @@ def _role_meshes(ranks: int, where: str, degrees: Degrees) -> Iterator[Mesh]:
         axes = axes or [("dp", 1)]
         names = tuple(name for name, _ in axes)
         yield Mesh(names, tuple(size for _, size in axes), roles=names)
+
+
+def _with_fewer(wanted: int, ranks: int) -> str:
+    """What else to do where degrees want fewer ranks than there are, as part of a sentence."""
+    return f", or leave the others idle with hint.ranks({wanted})" if 0 < wanted < ranks else ""
 
 
 def _factorings(number: int, parts: int) -> Iterator[tuple[int, ...]]:

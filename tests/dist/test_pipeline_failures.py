@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import autopar
 from autopar.errors import RuntimeFailure
 from autopar.runtime import groups
+from autopar.runtime.mail import Mail
 from tests.dist.pool import Pool
 from tests.dist.training import HINTS
 from tests.oracles.models import mlp
@@ -104,3 +108,51 @@ def test_a_stage_that_dies_mid_schedule_is_named(fresh_pool: Pool, schedule: str
     assert "rank 1 gave no sign of life" in found[0]
     assert re.search(r"stage 0 for microbatch \d, which waits for rank 1 of stage 1,", found[0])
     assert found[1] < groups.NAMING_S
+
+
+def counted() -> tuple[int, int]:
+    """Process groups and threads of this process."""
+    threads = Path("/proc/self/task")
+    number = len(list(threads.iterdir())) if threads.exists() else 0
+    return len(dist.distributed_c10d._world.pg_map), number
+
+
+def compiled_often() -> list[tuple[int, int]]:
+    found = []
+    for _ in range(4):
+        pipeline("1f1b")
+        gc.collect()
+        found.append(counted())
+    return found
+
+
+def test_compiling_again_makes_no_new_groups(pool: Any) -> None:
+    for first, *others in pool(2).run(compiled_often):
+        assert set(others) == {first}
+
+
+def interrupted() -> tuple[list[float], int]:
+    """Losses after a step that is stopped while messages are under way, and groups more."""
+    parallel, batch = pipeline("1f1b")
+    with torch.no_grad():
+        expected = float(parallel(batch))
+    before, _ = counted()
+
+    def stop(mail: Mail, messages: Any, microbatch: int, env: Any) -> None:
+        if messages:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Mail, "take", stop)
+        parallel(batch)
+    with pytest.raises(RuntimeFailure, match="call autopar.compile again on all ranks"):
+        parallel(batch)
+    again, _ = pipeline("1f1b")
+    found = [float(module(batch).detach()) for module in (again, parallel, again)]
+    return [loss - expected for loss in found], counted()[0] - before
+
+
+def test_messages_of_an_interrupted_step_do_not_reach_the_next(fresh_pool: Pool) -> None:
+    for differences, more in fresh_pool.run(interrupted, timeout_s=90):
+        assert differences == pytest.approx([0.0] * 3, abs=1e-6)
+        assert more == 0

@@ -79,9 +79,9 @@ def whole(value: Any) -> Tensor:
 
 def piece(parameter: Any) -> tuple[tuple[tuple[int, int], ...], Tensor]:
     """Which piece of a parameter this rank holds, and the piece."""
-    mesh = parameter.device_mesh
+    here = parameter.device_mesh.get_coordinate()
     key = tuple(
-        (axis, mesh.get_local_rank(axis))
+        (axis, here[axis] if here else -1)
         for axis, placement in enumerate(parameter.placements)
         if isinstance(placement, Shard)
     )
@@ -89,7 +89,7 @@ def piece(parameter: Any) -> tuple[tuple[tuple[int, int], ...], Tensor]:
 
 
 def train(model: nn.Module, step: Any, clip: Any) -> dict[str, Any]:
-    """Losses, norms, first gradients and last parameters of a few steps."""
+    """Losses, norms, first gradients, last parameters and buffers of a few steps."""
     optimizer = adamw(model.parameters())
     found: dict[str, Any] = {"losses": [], "norms": []}
     for number in range(STEPS):
@@ -104,6 +104,7 @@ def train(model: nn.Module, step: Any, clip: Any) -> dict[str, Any]:
         optimizer.zero_grad()
         found["losses"].append(float(loss.detach()))
     found["parameters"] = {name: whole(p) for name, p in model.named_parameters()}
+    found["buffers"] = {name: whole(b) for name, b in model.named_buffers()}
     return found
 
 
@@ -177,6 +178,9 @@ def assert_same_training(ranks: Sequence[dict[str, Any]], one: dict[str, Any]) -
             assert_close(gradient, one["gradients"][name], 1e-5, name)
         for name, parameter in rank["parameters"].items():
             assert_close(parameter, one["parameters"][name], 1e-4, name)
+        assert set(rank["buffers"]) == set(one["buffers"])
+        for name, buffer in rank["buffers"].items():
+            assert_close(buffer.double(), one["buffers"][name].double(), 1e-4, name)
     for kind in ("gradients", "parameters"):
         assert {name for rank in ranks for name in rank[kind]} == set(one[kind])
     held: dict[Any, Tensor] = {}

@@ -15,12 +15,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.lower.program import Program
 from autopar.lower.unroll import Row, Turn
-from autopar.runtime import mail, pipeline
-from autopar.runtime.groups import StagePeers
+from autopar.runtime import mail, pipeline, results
+from autopar.runtime.groups import MailGroups, StagePeers
 from autopar.runtime.mail import Route
 from autopar.runtime.measure import LiveBytes
 from autopar.runtime.module import AxisGroup
 from autopar.runtime.pipeline import StageSource
+from autopar.runtime.results import Sharing
 from tests.oracles.lockstep import piece
 
 WAIT_S = 60.0
@@ -103,8 +104,8 @@ def wired(wire: Wire) -> Iterator[None]:
     """The runtime's messages on our wire."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mail, "dist", wire)
-        patch.setattr(pipeline, "dist", wire)
-        for module in (mail, pipeline):
+        for module in (mail, results):
+            patch.setattr(module, "dist", wire)
             patch.setattr(module, "group_named", lambda name: name)
         yield
 
@@ -128,14 +129,15 @@ def run_stages(
     def run(rank: int) -> None:
         programs, row = lanes[rank]
         wire.place.rank = rank
-        peers = StagePeers(rank, tuple(range(len(lanes))), "down", "up")
+        peers = StagePeers(rank, tuple(range(len(lanes))), MailGroups("down", "up"))
         count = 1 + max((m.number for p, _ in lanes for m in p[0].sends), default=0)
         route = Route(peers=peers, stages=stages, num_transfers=count)
-        source = StageSource(row=tuple(row), route=route, shared=())
+        source = StageSource(row=tuple(row), route=route, stage=rank)
+        sharing = Sharing(peers=peers, results=())
         groups = tuple(AxisGroup("", 1) for _ in programs[0].mesh.sizes)
         values = [piece(tensors[i.name], i.sharding, (0,)) for i in programs[0].inputs]
         try:
-            stage = pipeline._Stage(list(programs), source, groups, torch.device("cpu"))
+            stage = pipeline._Stage(list(programs), source, sharing, groups, torch.device("cpu"))
             _note_turns(stage, wire)
             with torch.no_grad(), counts[rank]:
                 stage.run(*values)

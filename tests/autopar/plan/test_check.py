@@ -7,13 +7,20 @@ from dataclasses import replace
 
 import pytest
 
+from autopar import hint
+from autopar.capture import capture_step
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph, TensorType
 from autopar.ir.sharding import SUM, WHOLE, Mesh, Sharding, Split
 from autopar.ir.text import parse_graph
 from autopar.plan.check import check
 from autopar.plan.records import NodePlan, ParameterPlan, Plan, StagePlan, Transfer
+from autopar.planner.driver import make_plan
+from autopar.planner.request import Request
+from autopar.search.analysis import analyse
+from cost_models.cluster import Cluster
 from tests.autopar.plan.samples import llama
+from tests.oracles.models import gpt2
 
 STEP = """\
 fwd %w = parameter w : float32[64, 16]
@@ -215,8 +222,9 @@ LAST = StagePlan(
 )
 HEAD = replace(STAGE, nodes=tuple(node for node in STAGE.nodes if node.name != "sum"))
 CROSSING = Transfer(value="mm", source=0, target=1, sharding=ROWS, arrives=ONE)
+BACK = Transfer(value="sum", source=1, target=0, sharding=ONE, arrives=ALL)
 UNLIKE = replace(
-    PLAN, stages=(HEAD, LAST), transfers=(CROSSING,), cluster_ranks=6, schedule="gpipe"
+    PLAN, stages=(HEAD, LAST), transfers=(CROSSING, BACK), cluster_ranks=6, schedule="gpipe"
 )
 
 
@@ -245,6 +253,44 @@ def test_stages_may_have_unlike_meshes() -> None:
 def test_what_crosses_must_lie_on_both_meshes(changes: dict[str, object], what: str) -> None:
     plan = replace(UNLIKE, transfers=(replace(CROSSING, **changes),))  # type: ignore[arg-type]
     assert what in message(plan, ranks=6)
+
+
+def test_what_a_chunk_reads_must_cross_to_it() -> None:
+    said = message(replace(UNLIKE, transfers=(BACK,)), ranks=6)
+    assert "'aten.sum.default' of the model reads value 'mm' on chunk 1 (stage 1)" in said
+    assert "no transfer brings it there from chunk 0 (stage 0), which makes it; add a" in said
+
+
+def test_what_crosses_is_sent_by_a_chunk_that_makes_it() -> None:
+    back = replace(CROSSING, source=1, target=0, sharding=ONE, arrives=ROWS)
+    plan = replace(UNLIKE, transfers=(CROSSING, back))
+    assert "it sends value 'mm' from chunk 1, which does not make it" in message(plan, ranks=6)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_no_transfer_of_a_pipeline_can_be_left_out(schedule: str) -> None:
+    model, batch, loss = gpt2(layers=4, batch=8)
+    analysis = analyse(capture_step(model, batch, loss, grad=True).graph)
+    hints = (hint.degrees(pp=2), hint.schedule(schedule), hint.microbatches(2))
+    plan = make_plan(
+        analysis,
+        Request(model="m", fingerprint="f", cluster=Cluster.local(4), hints=hints),
+    )
+    views = {ref.node for ref in analysis.aliases}
+    check(plan, analysis.graph, 4, views=views)
+    for left_out in plan.transfers:
+        rest = tuple(transfer for transfer in plan.transfers if transfer != left_out)
+        with pytest.raises(PlanError, match=f"reads value '{left_out.value}' on chunk"):
+            check(replace(plan, transfers=rest), analysis.graph, 4, views=views)
+
+
+def test_ranks_on_no_stage_are_idle() -> None:
+    apart = replace(UNLIKE, stages=(HEAD, replace(LAST, first_rank=5)), cluster_ranks=8)
+    run(apart, ranks=8)
+    assert apart.idle_ranks == (4, 7)
+    assert [apart.stage_of_rank(rank) for rank in range(8)] == [0, 0, 0, 0, None, 1, 1, None]
+    assert "8 ranks of which 2 idle" in str(apart)
+    assert "ranks 4, 7" in str(apart)
 
 
 def test_values_arrive_in_the_microbatch_in_which_they_leave() -> None:
