@@ -172,7 +172,14 @@ STREAMED = {name: HINTS[name] for name in ("dp2mb2", "zero3x2", "pp2mb2-1f1b")}
 STREAMED["zero3x2mb2"] = (*HINTS["zero3x2"], hint.microbatches(2))
 
 
-@pytest.mark.parametrize("layout", STREAMED)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "zero3x2mb2",
+        "pp2mb2-1f1b",
+        *(pytest.param(name, marks=pytest.mark.large) for name in ("dp2mb2", "zero3x2")),
+    ],
+)
 def test_parameters_at_home_on_the_host_change_nothing_to_the_bit(pool: Any, layout: str) -> None:
     for rank in pool(2).run(trained_from_home, 2, layout):
         device = rank["device"]

@@ -59,7 +59,9 @@ def planned(
     return make_plan(analysis, request)
 
 
-@pytest.mark.parametrize(("ranks", "link", "part"), [(1, 1e9, 0.2), (2, 2e10, 0.2)])
+@pytest.mark.parametrize(
+    ("ranks", "link", "part"), [(2, 2e10, 0.2), pytest.param(1, 1e9, 0.2, marks=pytest.mark.large)]
+)
 def test_predicted_bytes_are_counted_and_nothing_changes_to_the_bit(
     captured: tuple[Analysis, Any], ranks: int, link: float, part: float
 ) -> None:
@@ -178,10 +180,10 @@ def test_parameters_stay_where_all_fits_and_leave_by_and_by(
         planned(
             analysis, cluster, hint.memory_limit(int(part * free.prediction.memory.total_bytes))
         )
-        for part in (0.4, 0.25, 0.2)
+        for part in (0.4, 0.2)
     ]
     counts = [sum(p.on_host for p in plan.stage.parameters) for plan in plans]
-    assert counts[0] == 0 < counts[1] < counts[2]
+    assert counts[0] == 0 < counts[1]
     times = [plan.prediction.step_s for plan in (free, *plans)]
     assert all(less <= more for less, more in pairwise(times))
 
