@@ -69,14 +69,55 @@ class Combination:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Least work of the blocks in front of every block, and of all.
+
+    Attributes:
+        seconds: Of a microbatch's forward and backward, each block on whichever place is fastest.
+        device_s: The same times devices, each block where that is least.
+        devices: Of the family.
+    """
+
+    seconds: Floats
+    device_s: Floats
+    devices: int
+
+    def step_s(self, microbatches: int, num_stages: int) -> float:
+        """Least seconds of a step: stages, or devices, share the work evenly; one in turn."""
+        total_s, device_s = float(self.seconds[-1]), float(self.device_s[-1])
+        shared_s = max(total_s / num_stages, device_s / self.devices)
+        return max(microbatches * shared_s, total_s)
+
+
 class Memo:
-    """Segments that are the same for several combinations."""
+    """What is the same for several combinations."""
 
     def __init__(self, problem: InterProblem, gap: float) -> None:
         self.problem = problem
         self.gap = gap
         self.counts = Counts(problem.blocks)
         self._known: dict[tuple[object, ...], Segments] = {}
+        self._works: dict[tuple[int, int], Work] = {}
+
+    def work(self, setting: Setting, family: Family) -> Work:
+        """Least work of the blocks on places of a family."""
+        key = (id(setting), id(family))
+        if key not in self._works:
+            sizes = {(place.kind, place.size) for place in family.places}
+            least: dict[int, tuple[float, float]] = {}
+            for own in self.counts.classes:
+                each = [
+                    (p.forward_s + p.backward_s, size * (p.forward_s + p.backward_s))
+                    for kind, size in sizes
+                    for p in setting.fronts[own][kind]
+                ]
+                seconds, device_s = zip(*each, strict=True) if each else ((np.inf,), (np.inf,))
+                least[own] = min(seconds), min(device_s)
+            rows = np.array([(0.0, 0.0), *(least[own] for own in self.problem.blocks)])
+            sums = rows.cumsum(axis=0)
+            self._works[key] = Work(sums[:, 0], sums[:, 1], family.end - family.first)
+        return self._works[key]
 
     def segments(
         self, setting: Setting, timeline: Timeline, place: Place, behind: int, num_stages: int
@@ -109,34 +150,25 @@ class Chain:
         self.num_stages = combination.num_stages
         self.timeline = timeline
         self.num_blocks = len(self.problem.blocks)
+        self.first, self.end = combination.family.first, combination.family.end
         self.starting: dict[int, list[Place]] = {}
         for place in combination.family.places:
             self.starting.setdefault(place.first, []).append(place)
-        self.before = np.concatenate(([0.0], np.cumsum(self._fastest())))
+        self.work = memo.work(combination.setting, combination.family)
 
-    def _fastest(self) -> list[float]:
-        """Least seconds of every block, on whichever place."""
-        found: dict[int, float] = {}
-        for own in self.memo.counts.classes:
-            rows = self.setting.fronts[own]
-            kinds = {place.kind for place in self.family.places}
-            found[own] = min(
-                (p.forward_s + p.backward_s for kind in kinds for p in rows[kind]),
-                default=float("inf"),
-            )
-        return [found[own] for own in self.problem.blocks]
-
-    @property
-    def bound_s(self) -> float:
-        """Least seconds of the step: stages share the work evenly, and it is done in turn."""
-        total_s = float(self.before[-1])
-        return max(self.setting.microbatches / self.num_stages, 1.0) * total_s
+    def alone_s(self, place: Place) -> float:
+        """Least seconds of all blocks on one place, which must have all devices."""
+        if (place.first, place.end) != (self.first, self.end):
+            return float("inf")
+        return self._segments(place, 0).least_s(self.memo.counts(0, self.num_blocks))
 
     def solve(self, cap_s: float) -> tuple[Choice | None, float]:
         """The best choice below `cap_s`, if there is one, and a proven bound below the cap."""
-        low_s, gap = self.bound_s, self.memo.gap
+        low_s, gap = self.work.step_s(self.setting.microbatches, self.num_stages), self.memo.gap
         if not low_s < float("inf"):
             return None, float("inf")
+        if cap_s < float("inf") and self._front(cap_s) is None:
+            return None, cap_s / (1 + gap)
         for raised in RAISES:
             cap = min(low_s * raised, cap_s) if low_s else cap_s
             found = self._below(cap)
@@ -175,7 +207,7 @@ class Chain:
 
         None if no way leads through.
         """
-        layers: list[dict[tuple[int, int], float]] = [{(0, self.family.first): 0.0}]
+        layers: list[dict[tuple[int, int], float]] = [{(0, self.first): 0.0}]
         for stage in range(self.num_stages):
             reached: dict[tuple[int, int], float] = {}
             for (block, device), before_s in layers[-1].items():
@@ -186,36 +218,45 @@ class Chain:
             if not reached:
                 return None
             layers.append(reached)
-        return layers if (self.num_blocks, self.family.end) in layers[-1] else None
+        return layers if (self.num_blocks, self.end) in layers[-1] else None
 
     def _ends(
         self, stage: int, block: int, place: Place, before_s: float, cap_s: float
     ) -> Iterator[tuple[int, float]]:
         """Where a stage that begins with a block may end, and its least seconds."""
         behind = self.num_stages - 1 - stage
-        if (place.end == self.family.end) != (behind == 0):
+        if (place.end == self.end) != (behind == 0):
             return
         segments = self._segments(place, behind)
         first = self.num_blocks if behind == 0 else block + 1
+        most_s = self.timeline.most_s(cap_s, before_s, 0.0, behind)
         for end in range(first, self.num_blocks - behind + 1):
             own_s = segments.least_s(self.memo.counts(block, end))
-            if not own_s < self.timeline.most_s(cap_s, before_s, 0.0, behind):
+            if not own_s < most_s:
                 return
             if own_s < self._most_s(cap_s, before_s, end, behind) and self._rest_fits(
-                before_s + own_s, end, behind, cap_s
+                before_s + own_s, (end, place.end), behind, cap_s
             ):
                 yield end, own_s
 
-    def _rest_fits(self, before_s: float, end: int, behind: int, cap_s: float) -> bool:
-        """Whether the stages behind can have all blocks from `end` on before the cap is reached."""
+    def _rest_fits(self, before_s: float, rest: tuple[int, int], behind: int, cap_s: float) -> bool:
+        """Whether the stages behind can have all blocks that are left before the cap is reached.
+
+        `rest` are the first of these blocks and of the devices that are left.
+        """
         if not behind:
             return True
+        end, device = rest
         each_s = max(self.timeline.most_s(cap_s, before_s, 0.0, k) for k in (0, behind - 1))
-        return bool(self.before[-1] - self.before[end] <= behind * each_s)
+        seconds, device_s = self.work.seconds, self.work.device_s
+        return bool(
+            seconds[-1] - seconds[end] <= behind * each_s
+            and device_s[-1] - device_s[end] <= (self.end - device) * each_s
+        )
 
     def _most_s(self, cap_s: float, before_s: float, end: int, behind: int) -> float:
         """Seconds of a stage that ends before block `end` at which the cap is reached."""
-        beyond_s = float(self.before[-1] - self.before[end])
+        beyond_s = float(self.work.seconds[-1] - self.work.seconds[end])
         return self.timeline.most_s(cap_s, before_s, beyond_s, behind)
 
     def _segments(self, place: Place, behind: int) -> Segments:
@@ -232,7 +273,7 @@ class Chain:
         found: dict[Key, tuple[list[Floats], list[_Way]]] = {}
         by_start: dict[int, list[Key]] = {}
         for key in layer:
-            by_start.setdefault(self.family.end if key[1] is None else key[1].first, []).append(key)
+            by_start.setdefault(self.end if key[1] is None else key[1].first, []).append(key)
         for (block, device), before_s in front.items():
             for place in self.starting.get(device, ()):
                 for key in by_start.get(place.end, ()):

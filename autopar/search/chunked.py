@@ -72,8 +72,10 @@ class Chunked:
         self.setting = combination.setting
         self.schedule = combination.schedule
         self.chunks = chunks
+        self.family = combination.family
         self.places = tuple(sorted(combination.family.places, key=lambda place: place.first))
         self.num_stages = combination.num_stages
+        self._lanes: dict[object, tuple[tuple[tuple[int, ...], ...], float]] = {}
 
     def solve(self, cap_s: float) -> tuple[Choice | None, float]:
         """The best choice below `cap_s`, and a bound of all that is looked at."""
@@ -83,12 +85,10 @@ class Chunked:
         best: Choice | None = None
         bound_s = float("inf")
         for cuts in self._cuts():
-            found = self._points(cuts, live)
-            if found is None:
-                continue
-            pieces, least_s = found
+            most_s = min(cap_s, np.inf if best is None else best.step_s)
+            pieces, least_s = self._points(cuts, live, most_s)
             bound_s = min(bound_s, least_s)
-            if least_s >= min(cap_s, np.inf if best is None else best.step_s):
+            if least_s >= most_s:
                 continue
             choice = Choice(
                 setting=self.setting,
@@ -99,7 +99,7 @@ class Chunked:
                 step_s=0.0,
             )
             step_s = simulated_s(choice, self.memo.problem.sends_s(choice))
-            if step_s < min(cap_s, np.inf if best is None else best.step_s):
+            if step_s < most_s:
                 best = replace(choice, step_s=step_s)
         return best, bound_s
 
@@ -118,72 +118,81 @@ class Chunked:
         return list(dict.fromkeys(found))
 
     def _points(
-        self, cuts: Sequence[int], live: Sequence[Mapping[int, int]]
-    ) -> tuple[tuple[Piece, ...], float] | None:
-        """The pieces with the points of least seconds, and a bound; None if they do not fit."""
+        self, cuts: Sequence[int], live: Sequence[Mapping[int, int]], most_s: float
+    ) -> tuple[tuple[Piece, ...], float]:
+        """The pieces with the points of least seconds, and a bound: infinite if they do not fit.
+
+        Pieces are left out where a stage alone takes `most_s`.
+        """
         borders = list(pairwise([0, *cuts, len(self.memo.problem.blocks)]))
         lane_of = schedule_named(self.schedule).lane_of_chunk
+        reach_s = self._reach_s(cuts[: self.num_stages - 1])
         pieces: dict[int, Piece] = {}
-        work_s = [0.0] * self.num_stages
+        least_s = 0.0
         for lane, place in enumerate(self.places):
             own = [c for c in range(len(borders)) if lane_of(c, self.num_stages) == lane]
-            taken = self._lane(place, {c: borders[c] for c in own}, live[lane])
-            if taken is None:
-                return None
+            taken, work_s = self._lane(place, {c: borders[c] for c in own}, live[lane])
+            least_s = max(least_s, reach_s[lane] + self.setting.microbatches * work_s)
+            if least_s >= most_s:
+                return (), least_s
             for chunk, counts in taken.items():
                 first, end = borders[chunk]
                 pieces[chunk] = Piece(first=first, end=end, counts=counts)
-                f, b, _, _ = piece_costs(self.setting, pieces[chunk], place)
-                work_s[lane] += f + b
-        ordered = tuple(pieces[chunk] for chunk in range(len(borders)))
-        return ordered, self._least_s(work_s, cuts[: self.num_stages - 1])
+        return tuple(pieces[chunk] for chunk in range(len(borders))), least_s
 
-    def _least_s(self, work_s: Sequence[float], cuts: Sequence[int]) -> float:
-        """Least seconds of the step.
+    def _reach_s(self, cuts: Sequence[int]) -> list[float]:
+        """Least seconds in front of the work of every stage.
 
         A stage has all its work to do. Its first forward waits for the first microbatch to come to
         its first piece. Unless weight gradients fill the end, its last backward is of that piece
         too, and has the way back to the first stage in front of it.
         """
-        splits = schedule_named(self.schedule).splits_backward
-        reach_s = [0.0] * self.num_stages
-        if not splits:
-            blocks = self.memo.problem.blocks
-            for lane, cut in enumerate(cuts, start=1):
-                reach_s[lane] = sum(self._fastest_s(own) for own in blocks[:cut])
-        count = self.setting.microbatches
-        return max(first + count * own for first, own in zip(reach_s, work_s, strict=True))
-
-    def _fastest_s(self, own: int) -> float:
-        kinds = {place.kind for place in self.places}
-        points = [p for kind in kinds for p in self.setting.fronts[own][kind]]
-        return min(p.forward_s + p.backward_s for p in points)
+        if schedule_named(self.schedule).splits_backward:
+            return [0.0] * self.num_stages
+        seconds = self.memo.work(self.setting, self.family).seconds
+        return [0.0, *(float(seconds[cut]) for cut in cuts)]
 
     def _lane(
         self, place: Place, borders: Mapping[int, tuple[int, int]], live: Mapping[int, int]
-    ) -> dict[int, Mapping[int, tuple[int, ...]]] | None:
-        """Points of the classes of every piece of a stage, of least seconds together."""
-        fronts: dict[int, Sequence[Point]] = {}
-        counts: list[tuple[int, int]] = []
-        names: dict[int, tuple[int, int]] = {}
-        for chunk, (first, end) in borders.items():
-            for own, number in self.memo.counts(first, end):
-                name = len(names)
-                names[name] = chunk, own
-                counts.append((name, number))
-                fronts[name] = _held(self.setting.fronts[own][place.kind], live[chunk])
+    ) -> tuple[Mapping[int, Mapping[int, tuple[int, ...]]], float]:
+        """Points of the classes of every piece of a stage, and their least seconds together.
+
+        Infinite if they do not fit.
+        """
+        names = tuple(
+            (place_of, own, number, live[chunk])
+            for place_of, (chunk, (first, end)) in enumerate(borders.items())
+            for own, number in self.memo.counts(first, end)
+        )
+        key = place.kind, place.memory_bytes, names
+        if key not in self._lanes:
+            self._lanes[key] = self._taken(place, names)
+        rows, work_s = self._lanes[key]
+        chunks = list(borders)
+        found: dict[int, dict[int, tuple[int, ...]]] = {chunk: {} for chunk in chunks}
+        for (place_of, own, _, _), row in zip(names, rows, strict=False):
+            found[chunks[place_of]][own] = row
+        return found, work_s
+
+    def _taken(
+        self, place: Place, names: Sequence[tuple[int, int, int, int]]
+    ) -> tuple[tuple[tuple[int, ...], ...], float]:
+        """How many blocks of each group take every point, and the seconds of all.
+
+        Groups are (piece, class, blocks, microbatches that are held).
+        """
+        fronts = {
+            name: _held(self.setting.fronts[own][place.kind], live)
+            for name, (_, own, _, live) in enumerate(names)
+        }
         segments = Segments(
             fronts, 0.0, place.memory_bytes, lambda costs: costs[:, :2].sum(axis=1, keepdims=True)
         )
-        choices = segments.choices(tuple(counts))
+        choices = segments.choices(tuple((name, own[2]) for name, own in enumerate(names)))
         if not choices:
-            return None
-        _, taken = min(choices, key=lambda choice: float(choice[0][:2].sum()))
-        found: dict[int, dict[int, tuple[int, ...]]] = {chunk: {} for chunk in borders}
-        for name, row in taken:
-            chunk, own = names[name]
-            found[chunk][own] = row
-        return dict(found)
+            return (), np.inf
+        costs, taken = min(choices, key=lambda choice: float(choice[0][:2].sum()))
+        return tuple(row for _, row in taken), float(costs[:2].sum())
 
 
 def _held(points: Sequence[Point], live: int) -> tuple[Point, ...]:

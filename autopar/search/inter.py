@@ -127,13 +127,15 @@ def _candidates(memo: Memo) -> list[_Candidate]:
 
 
 def least_s(memo: Memo, combination: Combination) -> float:
-    """Least seconds of the step: the stages share the work evenly, and one microbatch in turn."""
-    kinds = {place.kind for place in combination.family.places}
-    total_s = 0.0
-    for own, number in memo.counts(0, len(memo.problem.blocks)):
-        points = [p for kind in kinds for p in combination.setting.fronts[own][kind]]
-        total_s += number * min((p.forward_s + p.backward_s for p in points), default=float("inf"))
-    return max(combination.setting.microbatches / combination.num_stages, 1.0) * total_s
+    """Least seconds of the step, by the work that there is.
+
+    A single stage has all of it, of points that fit its memory if they are mixed.
+    """
+    setting, family = combination.setting, combination.family
+    if combination.num_stages == 1:
+        chain = _chain(memo, combination)
+        return setting.microbatches * min(chain.alone_s(place) for place in family.places)
+    return memo.work(setting, family).step_s(setting.microbatches, combination.num_stages)
 
 
 def _stage_numbers(problem: InterProblem, family: Family) -> range:

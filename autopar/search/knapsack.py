@@ -174,13 +174,28 @@ def frontier(rows: Floats) -> NDArray[np.intp]:
     # A row has a smaller sum than those it beats, and the smallest ones beat most.
     scale = np.maximum(np.abs(rows).max(axis=0, initial=0.0), 1e-300)
     order = np.argsort((rows / scale).sum(axis=1), kind="stable")
-    ordered = rows[order]
+    columns = np.ascontiguousarray(rows[order].T)
     found = []
-    while len(ordered):
-        found.append(order[0])
-        left = (ordered[1:] < ordered[0]).any(axis=1)
-        ordered, order = ordered[1:][left], order[1:][left]
-    return np.array(found, dtype=np.intp)
+    while len(order):
+        some = columns[:, :_BLOCK]
+        best = ~np.triu(~_below(some, some), 1).any(axis=0)
+        found.append(order[:_BLOCK][best])
+        columns, order = columns[:, _BLOCK:], order[_BLOCK:]
+        left = _below(some[:, best], columns).all(axis=0)
+        columns, order = columns[:, left], order[left]
+    return np.concatenate(found) if found else np.zeros(0, dtype=np.intp)
+
+
+_BLOCK = 32
+"""Rows that are compared with all others at once."""
+
+
+def _below(first: Floats, second: Floats) -> NDArray[np.bool_]:
+    """[first, second] whether a column of the second is below one of the first in any row."""
+    found = second[0] < first[0][:, None]
+    for a, b in zip(first[1:], second[1:], strict=True):
+        found |= b < a[:, None]
+    return np.asarray(found)
 
 
 def best_choices(
