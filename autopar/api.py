@@ -86,7 +86,8 @@ def compile(
             it), ``"bf16"`` (stored in fp32, computed in bf16, gradients summed in fp32) or
             ``"zero_paper"``; None for the model as it is.
         hints: Restrictions, of ``autopar.hint``.
-        plan: A plan or the path of one; nothing is searched then.
+        plan: A plan or the path of one; nothing is searched then. Hints beside it must be those it
+            was made under: other batches and modes are planned with them.
         init: Fills a model on meta; by default transformers' own, else every module's
             ``reset_parameters``.
         options: How to plan and run.
@@ -109,6 +110,7 @@ def compile(
     failed: Exception | None = None
     try:
         given = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
+        _check_hints(given, job.hints)
     except AutoparError as error:
         failed = error
     session.agree("reading the plan", failed)
@@ -179,6 +181,17 @@ def plan(
         return analyse(captured.graph, rules_by_op(options)), request
 
     return best_plan(step_of)
+
+
+def _check_hints(plan: Plan | None, hints: Sequence[Hint]) -> None:
+    """Refuse hints that a given plan was not made under, since nothing would follow them."""
+    known = () if plan is None else plan.hints
+    other = next((text for text in map(str, hints) if text not in known), None)
+    if plan is not None and other is not None:
+        raise PlanError(
+            f"cannot use hint {other} beside plan=: the plan decides what it would, and was not "
+            "made under it; leave hints out, or make the plan with autopar.plan(..., hints=...)"
+        )
 
 
 def _alone(hints: Sequence[Hint], count: int) -> Alone | None:

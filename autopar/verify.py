@@ -130,7 +130,7 @@ def verify(
             folder.mkdir()
             (folder / "job.json").write_text(json.dumps(spec | {"who": who}))
             run_workers("autopar.verify", folder, count, on_event=on_event)
-            traces.append(Trace(**torch.load(folder / "trace.pt", weights_only=True)))
+            traces.append(_joined(folder))
             # What a plan computes from each microbatch alone, the reference does too.
             spec["alone"] = json.loads((folder / "alone.json").read_text())
     parallel, reference = traces
@@ -146,6 +146,17 @@ class Trace(NamedTuple):
     gradients: dict[str, Tensor]
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
+
+
+def _joined(folder: Path) -> Trace:
+    """What the ranks have left: of stages, the parameters of each."""
+    found = [
+        Trace(**torch.load(path, weights_only=True)) for path in sorted(folder.glob("trace-*.pt"))
+    ]
+    return found[0]._replace(
+        gradients={name: t for trace in found for name, t in trace.gradients.items()},
+        parameters={name: t for trace in found for name, t in trace.parameters.items()},
+    )
 
 
 def compare(
@@ -302,7 +313,8 @@ def _call(model: nn.Module, batch: Any) -> Any:
 
 def _parallel(
     subject: Subject, spec: Mapping[str, Any], hints: tuple[Hint, ...], tell: Callable[..., None]
-) -> tuple[Trace, Alone]:
+) -> tuple[Trace | None, Alone]:
+    """What this rank leaves, None where another of its stage speaks for it."""
     parallel = compile_parallel(
         subject.model,
         load_cluster(spec["cluster"]),
@@ -320,7 +332,12 @@ def _parallel(
         return loss
 
     trace = train(step, parallel, lambda: clip_grad_norm_(parallel, 1.0), spec["steps"], tell)
-    return trace, Alone(parallel.plan.per_microbatch, parallel.plan.microbatches)
+    plan = parallel.plan
+    if plan.stage_of_rank(parallel.session.rank) is None:
+        trace = trace._replace(gradients={}, parameters={})
+    firsts = {ranks.start for ranks in plan.ranks_of_stages}
+    speaks = parallel.session.rank in {0} | firsts
+    return trace if speaks else None, Alone(plan.per_microbatch, plan.microbatches)
 
 
 def main(folder: str) -> None:
@@ -335,13 +352,15 @@ def main(folder: str) -> None:
         def tell(**event: Any) -> None:
             job.tell(phase=who, **event)
 
+        trace: Trace | None
         if who == "reference":
             trace, alone = _reference(subject, spec, tell), Alone(**spec["alone"])
         else:
             trace, alone = _parallel(subject, spec, parse_hints(spec["hints"]), tell)
         if job.rank == 0:
             (job.folder / "alone.json").write_text(json.dumps(asdict(alone)))
-            torch.save(trace._asdict(), job.folder / "trace.pt")
+        if trace is not None:
+            torch.save(trace._asdict(), job.folder / f"trace-{job.rank:05}.pt")
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

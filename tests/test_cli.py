@@ -399,6 +399,16 @@ def test_verify_compares_with_one_process(
     assert "2 processes and one, 2 steps: the same" in printed
 
 
+@pytest.mark.large
+def test_verify_joins_what_stages_hold_and_idle_ranks_do_not(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cli.verify(model, "local:3", hint=["pp=2", "ranks=2:1"], steps=2)
+    printed = capsys.readouterr().out
+    assert "3 processes and one, 2 steps: the same" in printed
+    assert any(line.split()[:3] == ["parameter", "equal", "4"] for line in printed.splitlines())
+
+
 def test_plan_takes_a_precision(model: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     cli.plan(model, "local:2", precision="bf16", hint=["dp=2"], output=path)

@@ -130,8 +130,8 @@ def _idle(request: Request, best: Candidate) -> list[str]:
     idle = [rank for rank in range(request.cluster.num_devices) if rank not in used]
     if not idle:
         return []
-    asked = next((str(h) for h in request.hints if isinstance(h, Ranks)), "")
-    why = f"as {asked} asks" if asked else "no plan that uses them was found to be faster"
+    asked = any(isinstance(hint, Ranks) for hint in request.hints)
+    why = "as hint.ranks asks" if asked else "no plan that uses them was found to be faster"
     verb = "are" if len(idle) > 1 else "is"
     if request.settled_plan is not None:
         why = "as in the plan that placed the parameters"

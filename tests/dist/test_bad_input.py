@@ -24,6 +24,7 @@ from autopar.errors import (
     PlanError,
     UnsupportedError,
 )
+from autopar.plan.records import Plan
 from tests.dist.training import HINTS, assert_same_training, one_process, parallel_run
 from tests.oracles.models import llama, mlp, mlp_loss
 
@@ -227,6 +228,23 @@ CASES: dict[str, Case] = {
     ),
 }
 CASES |= {
+    "ranks that are not there": (
+        lambda: compile_mlp(hint.ranks(2, first=1)),
+        HintError,
+        ("2 ranks from rank 1", "ranks 0 to 1"),
+    ),
+    "degrees of fewer ranks": (
+        lambda: compile_mlp(hint.degrees(dp=1, tp=1, cp=1)),
+        HintError,
+        ("must multiply to 2", "hint.ranks(1)"),
+    ),
+    "hints beside a plan": (
+        lambda: compile_mlp(hint.degrees(dp=2), plan=planned_mlp()),
+        PlanError,
+        ("Degrees(dp=2", "beside plan=", "autopar.plan(..., hints=...)"),
+    ),
+}
+CASES |= {
     "hint.recompute of nothing": (
         lambda: compile_mlp(hint.recompute("layers.*.mpl")),
         HintError,
@@ -247,6 +265,11 @@ CASES |= {
         ("hint.offload('up')", "frees nothing", "drop the hint"),
     ),
 }
+
+
+def planned_mlp() -> Plan:
+    model, batch, loss = mlp()
+    return autopar.plan(model, autopar.Cluster.local(2), batch, loss=loss)
 
 
 def refused(name: str) -> tuple[str, str]:

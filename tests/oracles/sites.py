@@ -38,12 +38,14 @@ class Gpt2:
         layers: Number of blocks.
         width: Of the hidden states.
         batch: Sequences of 1,024 tokens.
+        vocabulary: Tokens there are.
     """
 
     name: str
     layers: int
     width: int
     batch: int = 32
+    vocabulary: int = 50257
 
 
 MEDIUM = Gpt2(name="medium", layers=24, width=1024)

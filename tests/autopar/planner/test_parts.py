@@ -12,6 +12,7 @@ from autopar import hint
 from autopar.capture import capture_step
 from autopar.errors import HintError
 from autopar.plan.records import Plan
+from autopar.plan.text import mesh_text
 from autopar.planner.driver import make_plan
 from autopar.planner.hints import settle
 from autopar.planner.parts import least_step_s, parts
@@ -19,7 +20,9 @@ from autopar.planner.request import Request
 from autopar.search.analysis import Analysis, analyse
 from cost_models.cluster import Cluster
 from cost_models.records import Devices, Level
+from tests.benchmarks import sites
 from tests.oracles.models import gpt2
+from tests.oracles.sites import Gpt2
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +80,7 @@ def test_a_hint_says_which_ranks_take_part(analysis: Analysis) -> None:
     plan = make_plan(analysis, asked)
     assert plan.ranks_of_stages == (range(1, 3),)
     assert plan.idle_ranks == (0, 3)
-    assert "ranks 0, 3 of 4 are idle: as Ranks(count=2, first=1) asks" in plan.notes
+    assert "ranks 0, 3 of 4 are idle: as hint.ranks asks" in plan.notes
     assert plan.mesh.names == ("dp",)
 
 
@@ -143,3 +146,27 @@ def test_a_part_of_a_cluster_has_its_devices_and_joins_them(data: st.DataObject)
         assert part.levels[0] == SITES.levels[0]
     if first // 8 == (first + count - 1) // 8:
         assert [level.name for level in part.levels] == ["node"]
+
+
+@pytest.fixture(scope="module")
+def wide() -> Analysis:
+    """Four layers of the width of GPT-2 medium, on tensors without memory."""
+    size = Gpt2(name="wide", layers=4, width=1024, batch=256, vocabulary=2048)
+    return analyse(capture_step(*sites.gpt2(size), None, grad=True).graph)
+
+
+def test_the_plan_for_two_sites_follows_the_round_trip(wide: Analysis) -> None:
+    def planned(round_trip_ms: float, *hints: hint.Hint) -> Plan:
+        return make_plan(wide, request(sites.cluster(round_trip_ms, 12.5e9), *hints))
+
+    near, between, far = map(planned, (0.1, 5, 200))
+    assert sites.choice(near) == "one stage"
+    assert sites.choice(between) == "cut at the WAN"
+    assert between.ranks_of_stages == (range(2), range(2, 4))
+    assert "(dp)" in mesh_text(between.stages[0])
+    assert sites.choice(far) == "one site"
+    alone = planned(200, hint.ranks(2), hint.degrees(pp=1))
+    assert far.prediction.step_s == pytest.approx(alone.prediction.step_s)
+    everyone = planned(200, hint.degrees(dp=4, tp=1, cp=1, pp=1))
+    assert far.prediction.step_s < everyone.prediction.step_s
+    assert near.prediction.step_s < alone.prediction.step_s
