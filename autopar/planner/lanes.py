@@ -54,8 +54,10 @@ def prepare(
     for (mesh, runs), stages in kinds.items():
         restrictions = settled.restrictions
         if taken is not None:
-            stored = _stored([c for s in stages for c in taken.chunks_of(s).values()], mesh)
-            restrictions = replace(restrictions, stored=stored)
+            chunks = [c for s in stages for c in taken.chunks_of(s).values()]
+            parameters = [p for chunk in chunks for p in chunk.parameters]
+            homes = {p.name: p for p in parameters if p.on_host or p.state_on_host}
+            restrictions = replace(restrictions, stored=_stored(chunks, mesh), homes=homes)
         device = slowest([cluster.devices[run].device for run in runs])
         if mesh.shares:
             fullest = first_ranks[stages[0]] + mesh.space.rank(mesh.space.fullest)

@@ -621,7 +621,7 @@ class _Builder:
         )
         self.rerun_of = {c: n for n, c in enumerate(sorted(self.recompute.classes))}
         self.leaves = has_host_memory(self.cost.device)
-        if self.leaves:
+        if self.leaves and self.restrictions.homes is None:
             self._offer_homes()
 
     def _offer_homes(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from autopar.ir.alias import through
 from autopar.ir.graph import (
@@ -78,6 +79,11 @@ def decode(built: Built, analysis: Analysis, solution: Solution) -> StagePlan:
             nodes.append(
                 NodePlan(name=node.name, operands=strategy.operands, outputs=strategy.outputs)
             )
+    homes = built.builder.restrictions.homes
+    if homes is not None:
+        parameters = [_at(p, homes.get(p.name)) for p in parameters]
+        names = {node.target: node.name for node in graph.sources(PARAMETER)}
+        kept |= {names[p.name]: () for p in parameters if p.on_host and names[p.name] in kept}
     return StagePlan(
         mesh=built.mesh,
         inputs=inputs,
@@ -87,6 +93,15 @@ def decode(built: Built, analysis: Analysis, solution: Solution) -> StagePlan:
         recomputed=tuple(node.name for node in graph.nodes if node.name in recomputed),
         offloaded=tuple(value for value in kept if value in offloaded),
         added_up=added_up,
+    )
+
+
+def _at(parameter: ParameterPlan, there: ParameterPlan | None) -> ParameterPlan:
+    """A parameter that exists, where it is: at home in host memory, its state, or neither."""
+    return replace(
+        parameter,
+        on_host=there is not None and there.on_host,
+        state_on_host=parameter.trainable and there is not None and there.state_on_host,
     )
 
 

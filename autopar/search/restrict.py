@@ -17,6 +17,7 @@ from autopar.hint import Replicate, Shard
 from autopar.ir.casts import CAST, gradient_values
 from autopar.ir.graph import PARAMETER, Node, Ref
 from autopar.ir.sharding import TIME, WHOLE, Mesh, Partial, Sharding, Split, Whole
+from autopar.plan.records import ParameterPlan
 from autopar.rules.strategies import Strategy, strategies
 from autopar.search.analysis import Analysis
 
@@ -30,7 +31,8 @@ class Restrictions:
     Attributes:
         zero: Forced ZeRO stage over the data-parallel axes, or None.
         parameters: ``hint.shard`` and ``hint.replicate``.
-        stored: Stored shardings that are given, because the parameters exist.
+        stored: Stored shardings that are given, because the parameters exist; ``homes`` those of
+            them that are at home in host memory, or whose state is.
         recompute: Modules whose activations run again in the backward; ``keep`` those whose are
             kept; ``offload`` those whose are kept in host memory.
         offload_states: Whether all optimizer state is in host memory.
@@ -40,6 +42,7 @@ class Restrictions:
     zero: int | None = None
     parameters: tuple[Shard | Replicate, ...] = ()
     stored: Mapping[str, Sharding] = field(default_factory=dict)
+    homes: Mapping[str, ParameterPlan] | None = None
     recompute: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()

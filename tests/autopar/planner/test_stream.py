@@ -169,6 +169,30 @@ def test_every_stage_of_a_pipeline_streams_its_own(captured: tuple[Analysis, Any
     assert memory.parameters_bytes == memory.optimizer_bytes == 0 < memory.host_bytes
 
 
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_another_step_finds_parameters_at_home_where_they_are(
+    captured: tuple[Analysis, Any], microbatches: int
+) -> None:
+    analysis, _ = captured
+    cluster = hosted(1, 1e9)
+    plan = planned(analysis, cluster, hint.offload("*.h.1", what="parameters"))
+    home = {p.name for p in plan.stage.parameters if p.on_host}
+    request = Request(
+        model="m",
+        fingerprint="f",
+        cluster=cluster,
+        hints=(hint.microbatches(microbatches),),
+        settled_plan=plan,
+    )
+    evaluation = analyse(capture_step(*BUILT, grad=False).graph)
+    for step in (analysis, evaluation):
+        found = make_plan(step, request)
+        assert {p.name for p in found.stage.parameters if p.on_host} == home
+        memory = found.prediction.memory
+        assert memory.parameters_bytes == plan.prediction.memory.parameters_bytes
+        assert {c.purpose for c in found.prediction.copies} >= {"parameters"}
+
+
 def test_parameters_stay_where_all_fits_and_leave_by_and_by(
     captured: tuple[Analysis, Any],
 ) -> None:
