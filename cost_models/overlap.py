@@ -80,6 +80,24 @@ def compute_copy(kind: str) -> Slowdown:
     return COMPUTE_COPY.get(kind, NO_SLOWDOWN)
 
 
+def both_copies(kind: str) -> Slowdown:
+    """The slowdown of copies from the host (first) and to it (second); A100's for all devices.
+
+    A CPU core, which copies by itself, has no second stream: each takes twice as long.
+    """
+    return SHARED_CORE if kind == "cpu-core" else BOTH_COPIES
+
+
+def beside_s(slowdown: Slowdown) -> tuple[float, float]:
+    """Seconds that one second of a stream adds to a longer one that it runs beside.
+
+    Of the second stream to the first, and of the first to the second: with x and y seconds alone,
+    both take ``max(x + a y, y + b x)``, as `together_s` says.
+    """
+    first, second = slowdown.first, slowdown.second
+    return second * (1 - 1 / first), first * (1 - 1 / second)
+
+
 def together_s(first_s: float, second_s: float, slowdown: Slowdown) -> float:
     """Seconds of two streams that start together, until both are done.
 

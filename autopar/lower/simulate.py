@@ -51,7 +51,13 @@ from autopar.lower.program import (
 )
 from autopar.lower.stretch import ONCE, Repeats, Turns, in_turn, stretched, weights
 from cost_models.cluster import Device
-from cost_models.overlap import NO_SLOWDOWN, Slowdown, compute_collective, compute_copy
+from cost_models.overlap import (
+    NO_SLOWDOWN,
+    Slowdown,
+    both_copies,
+    compute_collective,
+    compute_copy,
+)
 
 _KINDS = {
     TO_HOST: "to_host",
@@ -80,6 +86,7 @@ class Prices:
         host_view_s: Seconds of the host to make a view, where that is no less than an op.
         host_link_bytes_per_s: Of copies to host memory and of copies back, each.
         copy_slowdown: Of compute and a copy that share the device.
+        both_copies: Of a copy from the host and one to it.
     """
 
     kernel_s: KernelSeconds
@@ -89,6 +96,7 @@ class Prices:
     host_view_s: float = 0.0
     host_link_bytes_per_s: float = math.inf
     copy_slowdown: Slowdown = NO_SLOWDOWN
+    both_copies: Slowdown = NO_SLOWDOWN
 
 
 def prices(device: Device, collective_s: CollectiveSeconds) -> Prices:
@@ -100,6 +108,7 @@ def prices(device: Device, collective_s: CollectiveSeconds) -> Prices:
         host_op_s=device.host_op_s,
         host_link_bytes_per_s=device.host_link_bytes_per_s,
         copy_slowdown=compute_copy(device.kind),
+        both_copies=both_copies(device.kind),
     )
 
 
@@ -225,14 +234,28 @@ def _origins(program: Program, turns: Turns, start: int) -> Iterator[tuple[str, 
 def seconds_of(program: Program, cost: Prices) -> Mapping[str, float]:
     """Seconds of every kernel and every copy by name, each alone on its clock.
 
-    A kernel takes no less than the host takes to issue it.
+    A kernel takes no less than the host takes to issue it. A copy takes as long as beside one that
+    goes the other way, if there are any in its phase.
     """
     steps = _steps(program, cost, storages(program))
-    return {
-        instruction.name: max(step.seconds, cost.host_op_s if step.do is _Do.KERNEL else 0.0)
-        for instruction, step in zip(program.instructions, steps, strict=True)
-        if step.do is _Do.KERNEL or (step.do is _Do.START and step.axis < 0)
+    ways = {(i.phase, i.op) for i in program.copies}
+    slow = {
+        (phase, op): both
+        for op, other, both in (
+            (TO_DEVICE, TO_HOST, cost.both_copies.first),
+            (TO_HOST, TO_DEVICE, cost.both_copies.second),
+        )
+        for phase in Phase
+        if (phase, other) in ways
     }
+    found = {}
+    for instruction, step in zip(program.instructions, steps, strict=True):
+        if step.do is _Do.KERNEL:
+            found[instruction.name] = max(step.seconds, cost.host_op_s)
+        elif step.do is _Do.START and step.axis < 0:
+            shared = slow.get((instruction.phase, instruction.op), 1.0)
+            found[instruction.name] = step.seconds * shared
+    return found
 
 
 def _rows(changes: NDArray[np.int64]) -> list[tuple[int, ...]]:
@@ -377,13 +400,14 @@ class _Clock:
         left = seconds
         while left > 0 and self._pending:
             slow = {axis: self._slowdown(axis) for axis, queue in self._queues.items() if queue}
+            pace = {axis: s.second * self._shared(axis) for axis, s in slow.items()}
             factor = max(beside.first for beside in slow.values())
-            ends = (self._queues[axis][0].left_s * s.second for axis, s in slow.items())
+            ends = (self._queues[axis][0].left_s * often for axis, often in pace.items())
             step = min(left * factor, *ends)
             self.now += step
             self.slowed_s += step - step / factor
-            for axis, beside in slow.items():
-                self._advance(self._queues[axis], step / beside.second)
+            for axis, often in pace.items():
+                self._advance(self._queues[axis], step / often)
             left -= step / factor
             if left <= seconds * 1e-12:
                 left = 0.0
@@ -392,6 +416,13 @@ class _Clock:
     def _slowdown(self, axis: int) -> Slowdown:
         """Of compute and what runs on an axis or a direction of the host link."""
         return self.cost.slowdown if axis >= 0 else self.cost.copy_slowdown
+
+    def _shared(self, axis: int) -> float:
+        """How many times as long a copy takes while another comes the other way."""
+        if axis >= 0 or not all(self._queues.get(link) for link in _LINKS.values()):
+            return 1.0
+        both = self.cost.both_copies
+        return both.first if axis == _LINKS[TO_DEVICE] else both.second
 
     def _start(self, step: _Step, pair: int) -> None:
         if step.axis >= 0:
@@ -408,18 +439,32 @@ class _Clock:
 
     def _wait(self, pair: int) -> None:
         while pair in self._pending:
-            queue = self._queues[self._pending[pair]]
-            step = queue[0].left_s
-            self.exposed_s += step
-            if self._pending[pair] < 0:
+            axis = self._pending[pair]
+            step = self._queues[axis][0].left_s * self._shared(axis)
+            if axis < 0:
+                # What comes the other way may end before; then the rest is faster.
+                step = min(step, *self._ends())
                 self.copy_exposed_s += step
+            self.exposed_s += step
             self._pass(step)
+
+    def _ends(self) -> list[float]:
+        """Seconds until each direction of the host link is through with its first copy."""
+        links = ((axis, self._queues.get(axis)) for axis in _LINKS.values())
+        return [queue[0].left_s * self._shared(axis) for axis, queue in links if queue]
 
     def _pass(self, seconds: float) -> None:
         """Time without compute."""
-        self.now += seconds
-        for queue in self._queues.values():
-            self._advance(queue, seconds)
+        left = seconds
+        while left > 0:
+            step = min(left, *self._ends()) if self._ends() else left
+            self.now += step
+            pace = {axis: self._shared(axis) for axis in self._queues}
+            for axis, queue in self._queues.items():
+                self._advance(queue, step / pace[axis])
+            left -= step
+            if left <= seconds * 1e-12:
+                left = 0.0
 
     def _advance(self, queue: deque[_Running], seconds: float) -> None:
         """An axis works on its collectives for so many seconds of theirs."""

@@ -12,6 +12,7 @@ from autopar.lower.stretch import ONCE, Repeats, weights
 from autopar.options import OptimizerSpec
 from autopar.plan.records import StagePlan
 from cost_models.cluster import Device
+from cost_models.overlap import both_copies, together_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +46,10 @@ class Update:
         moved = 2 * (self.parameter_bytes + self.state_bytes) + self.gradient_bytes
         out = self.host_state_bytes + self.host_parameter_bytes
         here_s = (2 * out + self.host_gradient_bytes) / rate
-        link_s = out + self.host_gradient_bytes + self.scratch_bytes / 2
-        return moved / rate + max(here_s, link_s / device.host_link_bytes_per_s)
+        link = device.host_link_bytes_per_s
+        came_s = (out + self.host_gradient_bytes) / link
+        both_s = together_s(came_s, out / link, both_copies(device.kind))
+        return moved / rate + max(here_s, both_s + self.scratch_bytes / 2 / link)
 
 
 def states_on_host(*stages: StagePlan) -> frozenset[str]:

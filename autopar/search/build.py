@@ -63,7 +63,7 @@ from autopar.search.restrict import (
     zero_allows,
 )
 from cost_models.cluster import Device
-from cost_models.overlap import compute_copy
+from cost_models.overlap import beside_s, both_copies, compute_copy, together_s
 
 AGAIN_S = 1e-8
 """What running again costs beside its seconds: what takes none is kept if that does no harm."""
@@ -716,15 +716,19 @@ class _Builder:
             return None
         own = [self._choices(made) for made in self.classes]
         device = self.cost.device
+        both = both_copies(device.kind)
         return Link(
             early=self._compute(own, Phase.FORWARD),
             late=self._compute(own, Phase.BACKWARD),
             host_limit_bytes=float(self.num_stages * device.host_memory_bytes),
             # Out and back at once; without that, the device would move it twice by itself.
             state_s_per_byte=max(
-                0.0, 1 / device.host_link_bytes_per_s - 2 / self.states.update_bytes_per_s
+                0.0,
+                together_s(1.0, 1.0, both) / device.host_link_bytes_per_s
+                - 2 / self.states.update_bytes_per_s,
             )
             + AGAIN_S * 1e-9,
+            beside=beside_s(both),
             least_states=float(self.restrictions.offload_states),
         )
 
@@ -881,8 +885,10 @@ class _Builder:
             moved = 2 * (held + state) + gradient if trainable else 0.0
             update_s = moved / self.states.update_bytes_per_s
             if strategy.on_host and trainable:
-                came = held + state + gradient
-                update_s = max(update_s, came / self.cost.device.host_link_bytes_per_s)
+                link = self.cost.device.host_link_bytes_per_s
+                both = both_copies(self.cost.device.kind)
+                out = held + state
+                update_s = max(update_s, together_s((out + gradient) / link, out / link, both))
             here = 0 if strategy.on_host else count
             seconds.append(count * update_s)
             resident.append(here * (held + state))

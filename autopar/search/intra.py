@@ -5,7 +5,7 @@ Variables: ``x[n, c]`` (class n picks choice c, binary), ``k[v, l]`` (value v is
 persistent value that is not its own layout), ``r[q, c]`` (class q runs again under choice c),
 ``w[q, t]`` (it has by moment t), ``b[q, t]`` (bytes it then holds), ``a[v, l]`` (value v, kept in
 layout l, is away), ``s[n, c]`` (the state of class n under choice c is away), ``e`` (seconds of
-copies that nothing hides, one for each phase and direction). Parameters whose home is host memory
+copies that nothing hides, one a phase). Parameters whose home is host memory
 are choices among others: what they give is a layout there, and an arc leads from it to the device.
 
 =====================================================================  =======================
@@ -21,8 +21,8 @@ are choices among others: what they give is a layout there, and an arc leads fro
 (9) b[q, t] >= sum_c bytes[c] r[q, c] - most * (1 - w[q, t])           ``_add_moment``
 (10) resident + kept and gradients at t + sum_q b[q, t] <= limit       ``_add_moment``
 (11) a[v, l] <= k[v, l]; what is away is not held                      ``_add_away``
-(12) e >= seconds of what is away and of arcs over the link            ``_add_link``
-     - hides * compute of the phase
+(12) e >= seconds of copies one way + what those the other way add     ``_add_link``
+     - hides * compute of the phase, for both ways
 (13) bytes of what is away and at home there <= host limit             ``_add_link``
 (14) s[n, c] <= x[n, c]; state that is away is not resident            ``_add_states``
 =====================================================================  =======================
@@ -201,15 +201,18 @@ def _add_link(program: IntegerProgram, problem: Problem, columns: Columns) -> No
         ]
         for hiding in (problem.link.early, problem.link.late)
     )
-    for copies, beside in (
-        (copied, early),
-        (arcs[Way.IN_EARLY], early),
-        ([*copied, *arcs[Way.IN_LATE]], [*late, *again]),
-        (arcs[Way.OUT_LATE], [*late, *again]),
+    to_first, to_second = problem.link.beside
+    for ins, outs, beside in (
+        (arcs[Way.IN_EARLY], copied, early),
+        ([*copied, *arcs[Way.IN_LATE]], arcs[Way.OUT_LATE], [*late, *again]),
     ):
-        if copies:
-            (exposed,) = program.columns([1e-3], upper=np.inf)
-            program.row(-np.inf, 0, [*copies, *beside, (exposed, -1.0)])
+        if not ins and not outs:
+            continue
+        (exposed,) = program.columns([1e-3], upper=np.inf)
+        for longer, other, adds in ((ins, outs, to_first), (outs, ins, to_second)):
+            if longer:
+                slows = [(column, adds * seconds) for column, seconds in other if adds]
+                program.row(-np.inf, 0, [*longer, *slows, *beside, (exposed, -1.0)])
     limit = max(problem.link.host_limit_bytes, 1.0)
     held = [
         (column, size / limit)

@@ -158,6 +158,8 @@ class Link:
         hides: Part of that compute beside which there is something to copy.
         state_s_per_byte: Seconds that the update takes longer for a byte of state that is away.
         least_states: Share of the states that must be away.
+        beside: Seconds that a second of copies to the host adds to those from it that it runs
+            beside, and the other way round.
     """
 
     early: tuple[tuple[int, tuple[float, ...]], ...]
@@ -166,6 +168,7 @@ class Link:
     hides: float = 1.0
     state_s_per_byte: float = 0.0
     least_states: float = 0.0
+    beside: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

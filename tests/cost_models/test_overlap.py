@@ -70,3 +70,17 @@ def test_offloading_activations_hides_for_wide_layers() -> None:
 def test_a_slowdown_below_one_is_refused() -> None:
     with pytest.raises(ClusterSpecError, match="sharing a device speeds nothing up"):
         Slowdown(first=0.9, second=1, source="test")
+
+
+@given(SECONDS, SECONDS, SLOWDOWNS)
+def test_two_streams_take_the_longer_and_what_the_other_adds(
+    a: float, b: float, slowdown: Slowdown
+) -> None:
+    to_first, to_second = overlap.beside_s(slowdown)
+    found = min(max(a + to_first * b, b + to_second * a), a + b)
+    assert overlap.together_s(a, b, slowdown) == pytest.approx(found, abs=1e-9)
+
+
+def test_copies_both_ways_take_43_percent_longer_than_one_way_on_a100() -> None:
+    both = overlap.both_copies("A100-80GB")
+    assert overlap.together_s(1.0, 1.0, both) == pytest.approx(1.434, abs=1e-3)

@@ -140,13 +140,12 @@ def _link_s(
         r.seconds[choice[r.node]] for r, runs in zip(problem.reruns, again, strict=True) if runs
     )
     brought_early, brought_late, delivered = _over_link(problem, choice, again, keeps)
+    to_first, to_second = link.beside
     exposed = sum(
-        max(0.0, one - link.hides * hidden)
-        for one, hidden in (
-            (copied, early),
-            (brought_early, early),
-            (copied + brought_late, late),
-            (delivered, late),
+        max(0.0, max(ins + to_first * outs, outs + to_second * ins) - link.hides * hidden)
+        for ins, outs, hidden in (
+            (brought_early, copied, early),
+            (copied + brought_late, delivered, late),
         )
     )
     exposed += states * link.state_s_per_byte

@@ -13,7 +13,15 @@ from autopar.cost.node import NodeCost, axis_seconds
 from autopar.ir.graph import PARAMETER, SOURCE_OPS, Ref, TensorType
 from autopar.ir.sharding import WHOLE, Mesh, Split
 from autopar.lower.live import storages
-from autopar.lower.program import ALL_REDUCE, WAIT, Instruction, Program, ProgramInput
+from autopar.lower.program import (
+    ALL_REDUCE,
+    TO_DEVICE,
+    TO_HOST,
+    WAIT,
+    Instruction,
+    Program,
+    ProgramInput,
+)
 from autopar.lower.ranks import distinct_coordinates
 from autopar.lower.simulate import Prices, prices, simulate
 from autopar.lower.spmd import lower
@@ -40,8 +48,14 @@ def cost(
     )
 
 
+COPY = {"o": TO_HOST, "i": TO_DEVICE}
+
+
 def program(text: str) -> Program:
-    """``k`` a kernel, ``c0`` a collective over axis 0, ``w0`` the wait for the oldest of them."""
+    """``k`` a kernel, ``c0`` a collective over axis 0, ``w0`` the wait for the oldest of them.
+
+    ``o`` and ``i`` copies to and from the host, with ``wo`` and ``wi``.
+    """
     made: list[Instruction] = []
     open_: dict[str, list[str]] = {}
     for at, word in enumerate(text.split()):
@@ -49,6 +63,9 @@ def program(text: str) -> Program:
         if word[0] == "c":
             op, args = ALL_REDUCE, (Ref("x"), int(word[1]), "sum")  # type: ignore[assignment]
             open_.setdefault(word[1], []).append(f"i{at}")
+        elif word in COPY:
+            op = COPY[word]
+            open_.setdefault(word, []).append(f"i{at}")
         elif word[0] == "w":
             op, args = WAIT, (Ref(open_[word[1]].pop(0)),)
         made.append(
@@ -67,6 +84,23 @@ def program(text: str) -> Program:
     return Program(
         mesh=MESH, coordinates=(0, 0), inputs=(entry,), instructions=tuple(made), loss=None
     )
+
+
+@pytest.mark.parametrize(
+    "text", ["o i wo wi", "o i k wo wi", "o o i wo wi wo", "i o o o wi k wo wo wo"]
+)
+def test_copies_of_both_directions_slow_each_other(text: str) -> None:
+    """Each takes a second alone."""
+    both = Slowdown(first=1.5, second=1.25, source="in and out")
+    priced = replace(cost(0.1), host_link_bytes_per_s=64.0, both_copies=both)
+    ins, outs = (text.split().count(word) for word in "io")
+    found = simulate(program(text), priced)
+    assert found.seconds == pytest.approx(together_s(ins, outs, both))
+    assert found.copy_s == ins + outs
+    assert found.seconds == pytest.approx(
+        found.compute_s + found.slowed_s + found.exposed_s + found.host_s
+    )
+    assert found.copy_exposed_s == found.exposed_s
 
 
 @pytest.mark.parametrize(

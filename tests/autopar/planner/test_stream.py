@@ -28,6 +28,7 @@ from autopar.search.analysis import Analysis, analyse
 from autopar.search.intra import solve
 from autopar.search.problem import Choices, Link, Problem
 from cost_models.cluster import Cluster
+from cost_models.overlap import BOTH_COPIES, together_s
 from tests.oracles.hosts import hosted
 from tests.oracles.live import counted_peaks
 from tests.oracles.models import gpt2
@@ -134,7 +135,7 @@ def test_a_hint_puts_all_parameters_on_the_host(
     assert copies["to_host", "gradients"].num_bytes == size * microbatches - late
     assert "on host" in str(plan) and "state on host" not in str(plan)
     # The update: in come parameter, gradient and two moments, out go all but the gradient.
-    link_s = (4 * size + BUCKET * 16) / 1e9
+    link_s = together_s(4 * size / 1e9, 3 * size / 1e9, BOTH_COPIES) + BUCKET * 16 / 1e9
     assert plan.prediction.optimizer_s == pytest.approx(link_s, rel=0.01)
 
 
@@ -207,7 +208,7 @@ def test_parameters_stay_where_all_fits_and_leave_by_and_by(
         for part in (0.4, 0.2)
     ]
     counts = [sum(p.on_host for p in plan.stage.parameters) for plan in plans]
-    assert counts[0] == 0 < counts[1]
+    assert counts[0] < counts[1] < len(free.stage.parameters)
     times = [plan.prediction.step_s for plan in (free, *plans)]
     assert all(less <= more for less, more in pairwise(times))
 

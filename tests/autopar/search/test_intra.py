@@ -154,6 +154,7 @@ def offloading_problems(draw: st.DrawFn) -> Problem:
         hides=draw(st.sampled_from((0.0, 0.5, 1.0))),
         state_s_per_byte=2.0 ** -draw(st.integers(26, 30)),
         least_states=draw(st.sampled_from((0.0, 0.0, 1.0))),
+        beside=draw(st.sampled_from(((0.0, 0.0), (0.5, 0.25)))),
     )
     part = st.sampled_from((0.5, 1.0))
     nodes = tuple(
