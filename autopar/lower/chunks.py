@@ -12,9 +12,9 @@ from dataclasses import replace
 from autopar.cost.reshard import CollectiveSeconds
 from autopar.ir.graph import Graph, Ref
 from autopar.lower.overlap import overlap
-from autopar.lower.program import Message, Program, Section
+from autopar.lower.program import LOOP, Message, Program, Section
 from autopar.lower.simulate import Prices
-from autopar.lower.spmd import Crossing, lower
+from autopar.lower.spmd import Crossing, Facts, facts_of, lower
 from autopar.lower.unroll import with_refs
 from autopar.plan.records import StagePlan
 from autopar.rules.notation import Rule
@@ -27,6 +27,7 @@ def lower_chunks(
     coordinates: Sequence[int],
     collective_s: CollectiveSeconds,
     crossing: Crossing,
+    facts: Facts | None = None,
 ) -> tuple[Program, ...]:
     """The program of every chunk of a rank, in their order.
 
@@ -37,8 +38,9 @@ def lower_chunks(
         coordinates: The rank's coordinates on their mesh.
         collective_s: Prices collectives.
         crossing: What crosses all chunks of the pipeline.
+        facts: Of the graph, where it is lowered several times.
     """
-    first = min(chunks)
+    first, facts = min(chunks), facts or facts_of(graph, rules)
     return tuple(
         lower(
             graph,
@@ -47,6 +49,7 @@ def lower_chunks(
             coordinates,
             collective_s,
             replace(crossing, chunk=number, suffix="" if number == first else f".{number}"),
+            facts,
         )
         for number, chunk in sorted(chunks.items())
     )
@@ -90,6 +93,8 @@ def _joined(graph: Graph, programs: Sequence[Program], chunks: Collection[int]) 
     behind = [i for i in everything if i.section is Section.EPILOGUE]
     behind.sort(key=lambda i: place.get(i.origin, len(place)))
     before = [i for i in everything if i.section is not Section.EPILOGUE]
+    # Every value is made before it is read: forwards along the chunks, backwards against them.
+    before.sort(key=lambda i: (_SECTIONS.index(i.section), i.chunk * _WAY.get(i.section, 0)))
     return replace(
         programs[0],
         inputs=tuple(inputs.values()),
@@ -101,6 +106,10 @@ def _joined(graph: Graph, programs: Sequence[Program], chunks: Collection[int]) 
         sends=tuple(m for p in programs for m in remote(p.sends)),
         receives=tuple(m for p in programs for m in remote(p.receives)),
     )
+
+
+_SECTIONS = (Section.PROLOGUE, *LOOP)
+_WAY = {Section.FORWARD: 1, Section.BACKWARD: -1, Section.WEIGHT_GRADIENT: -1}
 
 
 def _source(ref: Ref, taken: Mapping[Ref, Ref]) -> Ref:

@@ -50,9 +50,14 @@ class Storages:
     on_host: frozenset[Ref]
 
 
-def storages(program: Program) -> Storages:
-    """The memory of every value of a program."""
-    walk = _Walk(program)
+def storages(program: Program, last: dict[Ref, int] | None = None) -> Storages:
+    """The memory of every value of a program.
+
+    Args:
+        program: The program.
+        last: Is told every instruction that uses a storage, one after the other.
+    """
+    walk = _Walk(program, {} if last is None else last)
     for at in range(len(program.instructions)):
         walk.step(at)
     for ref in program.results:
@@ -74,14 +79,14 @@ HOLDING = (COLLECTIVES | COPIES) - {ALL_REDUCE}
 class _Walk:
     """Working state of `storages`."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, last: dict[Ref, int]) -> None:
         self.instructions = program.instructions
         self.owner: dict[Ref, Ref] = {}
         self.types: dict[Ref, TensorType] = {}
         self.strides: dict[Ref, Strides] = {}
         self.num_bytes: dict[Ref, int] = {}
         self.made: dict[Ref, int] = {}
-        self.last: dict[Ref, int] = {}
+        self.last = last
         self.sent: dict[str, Ref] = {}
         self.copies: set[str] = set()
         self.on_host: set[Ref] = set()

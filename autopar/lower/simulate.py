@@ -195,10 +195,6 @@ def simulate(program: Program, cost: Prices, repeats: Repeats = ONCE) -> Simulat
     live = live_bytes(changes[turns.order])
     peak_at = int(np.argmax(live[:, DEVICE])) if len(live) else 0
     at_peak = live[peak_at].tolist() if len(live) else (0, 0, 0, 0)
-    entered: Counter[str] = Counter()
-    for item, often in weights(program, repeats):
-        kind = ON_HOST if item.on_host else item.kind
-        entered[kind] += often * item.local_type.num_bytes
     return Simulation(
         seconds=clock.now,
         forward_s=forward_s,
@@ -216,10 +212,19 @@ def simulate(program: Program, cost: Prices, repeats: Repeats = ONCE) -> Simulat
         saved_bytes=at_peak[SAVED],
         gradient_bytes=at_peak[GRADIENTS],
         host_bytes=int(live[:, HOST].max(initial=0)),
-        input_bytes=dict(entered),
+        input_bytes=entered_bytes(program, repeats),
         collectives=clock.uses(),
         copies=clock.uses(copies=True),
     )
+
+
+def entered_bytes(program: Program, repeats: Repeats = ONCE) -> Mapping[str, int]:
+    """Bytes that enter a program, by kind."""
+    entered: Counter[str] = Counter()
+    for item, often in weights(program, repeats):
+        kind = ON_HOST if item.on_host else item.kind
+        entered[kind] += often * item.local_type.num_bytes
+    return dict(entered)
 
 
 AHEAD = 512

@@ -55,6 +55,7 @@ def lower(
     coordinates: Sequence[int],
     collective_s: CollectiveSeconds,
     crossing: Crossing | None = None,
+    facts: Facts | None = None,
 ) -> Program:
     """The program of the rank with these mesh coordinates.
 
@@ -65,22 +66,61 @@ def lower(
         coordinates: The rank's coordinates on the stage's mesh.
         collective_s: Prices collectives, for the choice between ways of resharding.
         crossing: Which chunk of a pipeline it is and what crosses; None for the only one.
+        facts: Of the graph, where it is lowered several times.
     """
-    crossing = crossing or Crossing()
+    crossing, facts = crossing or Crossing(), facts or facts_of(graph, rules)
     lowering = _Lowering(
         graph=graph,
         rules=rules,
         stage=stage,
         build=Builder(stage.mesh, tuple(coordinates), crossing.chunk, crossing.suffix),
         collective_s=collective_s,
-        aliases=resolve_aliases(graph, lambda node: is_view(node, rules)),
+        facts=facts,
+        aliases=facts.aliases,
         plans={plan.name: plan for plan in stage.nodes},
         stored={plan.name: plan.stored for plan in stage.parameters},
         at_home=frozenset(plan.name for plan in stage.parameters if plan.on_host),
-        casts=parameter_casts(graph),
+        casts=facts.casts,
         crossing=crossing,
     )
     return lowering.run()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What lowering asks of a step, whatever the plan.
+
+    Attributes:
+        aliases: Every view resolved to its root.
+        casts: Nodes that cast a parameter, and the parameter's node.
+        gradients: Every gradient, and what it is a cast of.
+        forward_ends: For forward nodes, the values that no later one makes or reads.
+    """
+
+    aliases: Mapping[Ref, Alias]
+    casts: Mapping[str, str]
+    gradients: frozenset[Ref]
+    forward_ends: Mapping[str, Sequence[Ref]]
+
+
+def facts_of(graph: Graph, rules: Mapping[str, Rule]) -> Facts:
+    """The facts of a captured step."""
+    aliases = resolve_aliases(graph, lambda node: is_view(node, rules))
+    last: dict[Ref, str] = {}
+    for node in graph.nodes:
+        if node.phase is Phase.FORWARD and node.op not in SOURCE_OPS:
+            made = (Ref(node.name, index) for index in range(len(node.outputs)))
+            read = (aliases.get(ref, Alias(ref)).root for ref in node.operands)
+            last.update((ref, node.name) for ref in (*made, *read))
+    ends: dict[str, list[Ref]] = {}
+    for ref, name in last.items():
+        ends.setdefault(name, []).append(ref)
+    return Facts(
+        aliases=aliases,
+        casts=parameter_casts(graph),
+        gradients=gradient_values(graph, aliases),
+        forward_ends=ends,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +166,7 @@ class _Lowering:
     stage: StagePlan
     build: Builder
     collective_s: CollectiveSeconds
+    facts: Facts
     aliases: Mapping[Ref, Alias]
     plans: Mapping[str, NodePlan]
     stored: Mapping[str, Sharding]
@@ -153,13 +194,11 @@ class _Lowering:
         self.offloaded = frozenset(self.stage.offloaded)
 
     def run(self) -> Program:
-        gradients = gradient_values(self.graph, self.aliases)
-        self.purposes.update(dict.fromkeys(gradients, "gradients"))
+        self.purposes.update(dict.fromkeys(self.facts.gradients, "gradients"))
         self.purposes.update(dict.fromkeys(map(Ref, self.casts), "parameters"))
         self._receive()
         self.late = self._waited_for_by_none()
         early = [node for node in self.graph.nodes if node.name not in self.late]
-        forward_ends = self._forward_ends(early)
         for node in early:
             if node.phase is not self.build.phase:
                 self._keep(tuple(self.there))
@@ -170,7 +209,7 @@ class _Lowering:
                     self._source(node)
             elif node.name in self.plans:
                 self._node_or_later(node)
-                self._keep(forward_ends.get(node.name, ()))
+                self._keep(self.facts.forward_ends.get(node.name, ()))
         if self.build.phase is Phase.FORWARD:
             self._keep(tuple(self.there))
             self._send(Section.PROLOGUE, Section.FORWARD)
@@ -360,19 +399,6 @@ class _Lowering:
         made = self._section_of_making(transfer)
         against = transfer.source > transfer.target
         return Section.BACKWARD if made is Section.FORWARD and against else made
-
-    def _forward_ends(self, nodes: Sequence[Node]) -> Mapping[str, Sequence[Ref]]:
-        """For forward nodes, the values that no later one makes or reads."""
-        last: dict[Ref, str] = {}
-        for node in nodes:
-            if node.phase is Phase.FORWARD and node.op not in SOURCE_OPS:
-                made = (Ref(node.name, index) for index in range(len(node.outputs)))
-                read = (self._root(ref).root for ref in node.operands)
-                last.update((ref, node.name) for ref in (*made, *read))
-        found: dict[str, list[Ref]] = {}
-        for ref, name in last.items():
-            found.setdefault(name, []).append(ref)
-        return found
 
     def _keep(self, roots: Sequence[Ref]) -> None:
         """Bring values that cross, and that the forward is through with, into what is kept.

@@ -117,6 +117,20 @@ def _outputs(instruction: Instruction) -> tuple[Ref, ...]:
     return tuple(Ref(instruction.name, index) for index in range(len(instruction.outputs)))
 
 
+class Written(NamedTuple):
+    """Instructions of a loop that is written out, that stay together in any row.
+
+    Attributes:
+        turn: Whose they are; None for what runs before and behind the loop.
+        posted: Whether they are the receives of a turn, which are posted one turn ahead.
+        instructions: In order.
+    """
+
+    turn: Turn | None
+    posted: bool
+    instructions: tuple[Instruction, ...]
+
+
 def unroll(program: Program, row: Row) -> Program:
     """The program with its loop written out in the order of ``row``.
 
@@ -124,31 +138,16 @@ def unroll(program: Program, row: Row) -> Program:
         program: Of any number of microbatches, or of a rank of a pipeline.
         row: Its turns; microbatch 0 comes first of each section.
     """
-    parts: dict[tuple[Section, int], list[Instruction]] = {}
-    for i in program.instructions:
-        parts.setdefault((i.section, i.chunk), []).append(i)
+    return unrolled(program, written(program, row))
+
+
+def unrolled(program: Program, parts: Sequence[Written]) -> Program:
+    """The program whose loop is written out as ``parts``."""
     makers = _makers(program)
-    made = {ref.node for ref in makers}
-    joins = lives([program], row).joins
-    before = [m for m in program.receives if m.section is Section.PROLOGUE]
-    found = [*_posted(before, ""), *_unpacked(before, "")]
-    found += [i for i in program.instructions if i.section is Section.PROLOGUE]
-    found += _gone([m for m in program.sends if m.section is Section.PROLOGUE], made, 0)
-    for at, (section, chunk, number) in enumerate(row):
-        for turn in row[at + 1 if at else 0 : at + 2]:
-            found += _posted(of_turn(turn, program.receives), f"@{turn.microbatch}")
-        found += _unpacked(of_turn(row[at], program.receives), f"@{number}")
-        found += [_renamed(i, made, number) for i in parts.get((section, chunk), ())]
-        found += _gone(of_turn(row[at], program.sends), made, number)
-        if number:
-            found += [_join(ref, makers[ref], number) for ref in joins[at]]
-    behind = [m for m in program.receives if m.section is Section.EPILOGUE]
-    found += [*_posted(behind, ""), *_unpacked(behind, "")]
     first = {ref: Ref(f"{ref.node}@0", ref.index) for ref in makers}
-    found += [_behind(i, first) for i in program.instructions if i.section is Section.EPILOGUE]
     return replace(
         program,
-        instructions=tuple(found),
+        instructions=tuple(i for part in parts for i in part.instructions),
         receives=(),
         sends=(),
         loss=None if program.loss is None else first.get(program.loss, program.loss),
@@ -157,6 +156,36 @@ def unroll(program: Program, row: Row) -> Program:
         mutations={name: first.get(ref, ref) for name, ref in program.mutations.items()},
         microbatches=1,
     )
+
+
+def written(program: Program, row: Row) -> tuple[Written, ...]:
+    """What runs before the loop, in the turns of a row with what they receive, and behind it."""
+    parts: dict[tuple[Section, int], list[Instruction]] = {}
+    for i in program.instructions:
+        parts.setdefault((i.section, i.chunk), []).append(i)
+    makers = _makers(program)
+    made = {ref.node for ref in makers}
+    joins = lives([program], row).joins
+    before = [m for m in program.receives if m.section is Section.PROLOGUE]
+    begin = [*_posted(before, ""), *_unpacked(before, "")]
+    begin += [i for i in program.instructions if i.section is Section.PROLOGUE]
+    begin += _gone([m for m in program.sends if m.section is Section.PROLOGUE], made, 0)
+    found = [Written(None, False, tuple(begin))]
+    for at, (section, chunk, number) in enumerate(row):
+        for turn in row[at + 1 if at else 0 : at + 2]:
+            posted = _posted(of_turn(turn, program.receives), f"@{turn.microbatch}")
+            found.append(Written(turn, True, tuple(posted)))
+        own = _unpacked(of_turn(row[at], program.receives), f"@{number}")
+        own += [_renamed(i, made, number) for i in parts.get((section, chunk), ())]
+        own += _gone(of_turn(row[at], program.sends), made, number)
+        if number:
+            own += [_join(ref, makers[ref], number) for ref in joins[at]]
+        found.append(Written(row[at], False, tuple(own)))
+    behind = [m for m in program.receives if m.section is Section.EPILOGUE]
+    end = [*_posted(behind, ""), *_unpacked(behind, "")]
+    first = {ref: Ref(f"{ref.node}@0", ref.index) for ref in makers}
+    end += [_behind(i, first) for i in program.instructions if i.section is Section.EPILOGUE]
+    return (*found, Written(None, False, tuple(end)))
 
 
 def of_turn(turn: Turn, messages: Sequence[Message]) -> list[Message]:

@@ -19,7 +19,6 @@ from autopar.plan.records import Plan
 from autopar.planner.assemble import assemble
 from autopar.planner.batches import (
     batch_misfit,
-    filling_count,
     in_time,
     microbatch_counts,
     samples_of,
@@ -28,15 +27,16 @@ from autopar.planner.batches import (
 from autopar.planner.cuts import least_starts
 from autopar.planner.failures import keep_conflict, nothing_fits
 from autopar.planner.hints import Settled, check_optimizer, settle
-from autopar.planner.lanes import WORTH, Lanes, prepare
+from autopar.planner.lanes import Lanes, prepare
 from autopar.planner.parts import least_step_s, parts
 from autopar.planner.pipeline import Layout
+from autopar.planner.pipelines import Pipelines
 from autopar.planner.prove import prove
 from autopar.planner.request import Candidate, Failure, Request
 from autopar.search.analysis import Analysis
 from autopar.search.build import Built
 from autopar.search.collection import no_collection
-from autopar.search.outer import meshes, proportional, stage_meshes, with_shares
+from autopar.search.outer import proportional, stage_meshes, with_shares
 
 
 @no_collection()
@@ -216,79 +216,49 @@ class _Outer:
                     raise HintError(misfit)
                 self.failures.append(Failure(mesh, True, float("inf")))
                 return None
-        if self._late():
+        if self.late():
             self.failures.append(Failure(meshes[0], False, math.inf))
             return None
         search = prepare(self.analysis, self.request, self.settled, meshes, layout)
         if len(meshes) == 1:
             self.ideal_s = min(self.ideal_s, _ideal_s(search.kinds[0].plain))
-        return self._finish(search, beat_s)
+        return self.finish(search, beat_s)
 
-    def _finish(self, search: Lanes, beat_s: float = math.inf) -> Candidate | None:
-        outcome = prove(self.analysis, self.request, search, self._left_s, beat_s)
+    def finish(self, search: Lanes, beat_s: float = math.inf) -> Candidate | None:
+        outcome = prove(self.analysis, self.request, search, self.left_s, beat_s)
         if isinstance(outcome, Candidate):
             self.found.append(outcome)
-            self.tried.append((search.name, outcome.objective_s))
+            self.tried.append((search.under(outcome.schedule), outcome.objective_s))
             return outcome
         self.failures.append(outcome)
-        self.tried.append((search.name, None))
+        self.tried.append((search.under(search.layout.schedule), None))
         return None
 
     @property
-    def _left_s(self) -> float:
+    def left_s(self) -> float:
         return max(self.request.time_limit_s - self.seconds, 1.0)
 
-    def _late(self) -> bool:
+    def late(self) -> bool:
         """Whether the time is over: then what is left is not tried, which is noted."""
         late = bool(self.tried) and self.seconds > self.request.time_limit_s
         self.cut_short |= late
         return late
 
     def _try_pipelines(self) -> None:
-        """Try stages of whole nodes, the `PIPELINES` that promise most, until one fits.
-
-        A pipeline idles for (stages - 1) / microbatches of what it computes: where that leaves
-        less than `WORTH` of the step to gain, it is not solved.
-        """
-        promising: list[tuple[float, int, Lanes]] = []
+        """Try stages of whole nodes."""
+        choices = []
         for num_stages in stage_counts(self.analysis, self.request.cluster):
-            search = None if self._late() else self._pipeline(self._layout(num_stages))
-            if search is not None:
-                seconds = search.estimate_s(self._left_s)
-                promising.append((seconds, num_stages, search))
-        for seconds, _, search in sorted(promising, key=lambda item: item[:2])[:PIPELINES]:
-            slower = seconds >= (1 - WORTH) * self._best_s
-            if slower or self._late() or self._finish(search) is not None:
-                break
-
-    def _pipeline(self, layout: Layout) -> Lanes | None:
-        """The problem of a pipeline, if it is worth a look."""
-        cluster, degrees = self.request.cluster, self.settled.degrees
-        try:
-            mesh = meshes(cluster, degrees, num_stages=layout.num_stages)[0]
-        except HintError:
-            return None
-        count = self.settled.microbatches or filling_count(self.analysis.graph, layout, mesh)
-        (mesh,) = in_time(self.analysis.graph, (mesh,), count)
-        if not layout.fits(count) or count < 2 or batch_misfit(self.analysis.graph, mesh):
-            return None
-        ideal_s = 0.0 if self.ideal_s == math.inf else self.ideal_s
-        if ideal_s * (1 + (layout.num_stages - 1) / count) > (1 - WORTH) * self._best_s:
-            return None
-        try:
-            alike = (mesh,) * layout.num_stages
-            return prepare(self.analysis, self.request, self.settled, alike, layout)
-        except (HintError, UnsupportedError):
-            # It cannot run in microbatches, or not under the hints: then it is no pipeline.
-            return None
+            try:
+                found = stage_meshes(self.request.cluster, self.settled.degrees, num_stages)
+            except HintError:
+                continue
+            choices.append(found[0])
+        Pipelines(self.analysis, self.request, self.settled, self).run(choices)
 
     @property
-    def _best_s(self) -> float:
+    def best_s(self) -> float:
         return min((c.step_s for c in self.found), default=math.inf)
 
-
-PIPELINES = 2
-"""Pipelines that are solved within memory, cut and simulated."""
 
 SLOWER = 0.02
 """What the search may model more, of a step in more microbatches, for it to be lowered."""

@@ -44,7 +44,7 @@ class Settled:
     Attributes:
         degrees: The one ``hint.degrees``, or None.
         restrictions: What the search must keep to.
-        schedule: Name of the schedule of a pipeline.
+        schedule: Name of the schedule of a pipeline; ``schedule_is_hinted`` if a hint says it.
         chunks: Chunks of the model that each stage of one holds.
         cuts: Hints about where a pipeline is cut.
         shares: Parts of the batch that the ranks of ``dp`` take, or None.
@@ -57,6 +57,7 @@ class Settled:
     degrees: Degrees | None
     restrictions: Restrictions
     schedule: str
+    schedule_is_hinted: bool
     chunks: int
     cuts: tuple[CutHint, ...]
     shares: tuple[int, ...] | None
@@ -136,6 +137,7 @@ def settle(
             offload_parameters=homes,
         ),
         schedule=spec.name,
+        schedule_is_hinted=schedule is not None,
         chunks=spec.least_chunks if schedule is None else schedule.chunks or spec.least_chunks,
         cuts=cuts,
         shares=None if shares is None else shares.parts,

@@ -81,9 +81,15 @@ def prepare(
             or restrictions.offload_parameters
         )
         forced = bool(asked)
-        search = MeshSearch(built, layout, cost, forced=forced, limit_of=settled.usable_bytes)
+        search = MeshSearch(
+            built, layout.num_stages, cost, forced=forced, limit_of=settled.usable_bytes
+        )
         searches.update(dict.fromkeys(stages, search))
-    return Lanes(tuple(searches[s] for s in range(len(meshes))), tuple(first_ranks))
+    return Lanes(
+        searches=tuple(searches[s] for s in range(len(meshes))),
+        first_ranks=tuple(first_ranks),
+        layout=layout,
+    )
 
 
 def slowest(devices: Sequence[Device]) -> Device:
@@ -92,17 +98,21 @@ def slowest(devices: Sequence[Device]) -> Device:
     return replace(found, memory_bytes=min(device.memory_bytes for device in devices))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Lanes:
     """The search of every stage, the same one for stages that are alike.
 
     Attributes:
         searches: Of every stage.
         first_ranks: Global number of the first rank of every stage.
+        layout: Chunks of the stages, and their schedule.
+        others: Schedules of the same chunks, of which the fastest that fits may be taken.
     """
 
     searches: tuple[MeshSearch, ...]
     first_ranks: tuple[int, ...]
+    layout: Layout
+    others: tuple[Layout, ...] = ()
 
     @property
     def kinds(self) -> tuple[MeshSearch, ...]:
@@ -110,21 +120,32 @@ class Lanes:
         return tuple(dict.fromkeys(self.searches))
 
     @property
-    def layout(self) -> Layout:
-        return self.searches[0].layout
-
-    @property
     def name(self) -> str:
-        """Stages and meshes, in words."""
+        """Stages and meshes, in words; without the schedule."""
         meshes = [describe_mesh(kind.plain.mesh) for kind in self.searches]
         if len(self.kinds) > 1:
             return f"stages of {', '.join(meshes)}"
         return f"{len(meshes)} stages of {meshes[0]}" if len(meshes) > 1 else meshes[0]
 
-    def estimate_s(self, time_limit_s: float) -> float:
-        """Seconds of the step if memory did not bind and stages shared the work as it is fast."""
-        idle = (len(self.searches) - 1) / self.searches[0].plain.mesh.microbatches
-        return shared_s([kind.unbound_s(time_limit_s) for kind in self.searches]) * (1 + idle)
+    @property
+    def is_bound(self) -> bool:
+        """Whether the solutions without a memory limit need more than there is."""
+        return any(
+            kind.unbound is not None
+            and max(kind.unbound.memory_bytes) > kind.num_stages * kind.allowed
+            for kind in self.kinds
+        )
+
+    def under(self, schedule: str) -> str:
+        """Stages, meshes and schedule, in words."""
+        if len(self.searches) == 1:
+            return self.name
+        chunks = self.layout.num_chunks
+        return f"{self.name}, {schedule}" + (f" x {chunks}" if chunks > 1 else "")
+
+    def work_s(self, time_limit_s: float) -> float:
+        """Seconds of a stage's work if memory did not bind and stages shared it as it is fast."""
+        return shared_s([kind.unbound_s(time_limit_s) for kind in self.searches])
 
 
 def shared_s(seconds: Sequence[float]) -> float:
@@ -156,15 +177,14 @@ class MeshSearch:
     def __init__(
         self,
         built: Built,
-        layout: Layout,
+        num_stages: int,
         cost: NodeCost,
         *,
         forced: bool,
         limit_of: Callable[[Device], int],
     ) -> None:
         self.plain = built
-        self.layout = layout
-        self.num_stages = layout.num_stages
+        self.num_stages = num_stages
         self.cost = cost
         self.forced = forced
         self.limit_of = limit_of

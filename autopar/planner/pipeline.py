@@ -124,7 +124,7 @@ def cut(
         anywhere = [[0] * (len(order) + 1)] * len(held)
         found = bounded_cuts(seconds, anywhere if least is None else least)
     assert found is not None, "hints that cannot be met were refused"
-    cuts = _narrowed(_crossing_bytes(analysis, order), seconds, found, least)
+    cuts = _narrowed(_crossing(analysis, order), seconds, found, least)
     if settled is None:
         return split_lanes(analysis, wholes, cuts, held)
     owners = {p.name: n for n, stage in enumerate(settled.stages) for p in stage.parameters}
@@ -209,12 +209,12 @@ def _seconds_by_forward(analysis: Analysis, kind: Kind, order: Sequence[str]) ->
 
 
 def _narrowed(
-    crossing: Sequence[int],
+    crossing: Sequence[tuple[int, bool]],
     seconds: Sequence[Sequence[float]],
     cuts: Sequence[int],
     least: Sequence[Sequence[int]] | None,
 ) -> tuple[int, ...]:
-    """The cuts moved, within the slack and what hints ask for, to where fewest bytes cross."""
+    """The cuts moved, within the slack and what hints ask for, to where least crosses."""
     count = len(crossing) - 1
     found = list(cuts)
 
@@ -243,6 +243,23 @@ def _narrowed(
 
 _LEAST_S = 1e-30
 """Instead of no seconds at all, where speeds are compared."""
+
+
+def _crossing(analysis: Analysis, order: Sequence[str]) -> list[tuple[int, bool]]:
+    """What a cut at every position costs: bytes that cross; whether it goes through a block.
+
+    Stages of whole blocks are alike, so that they are lowered once.
+    """
+    copies = [analysis.copies.of.get(name) for name in order]
+    blocks = [None if copy is None else (copy.run, copy.index) for copy in copies]
+    inside = [a is not None and a == b for a, b in pairwise([None, *blocks, None])]
+    return list(zip(_crossing_bytes(analysis, order), inside, strict=True))
+
+
+def least_crossing_bytes(analysis: Analysis) -> int:
+    """Fewest bytes of a whole batch that cross a cut through the forward."""
+    found = _crossing_bytes(analysis, forward_order(analysis))
+    return min(found[1:-1], default=0)
 
 
 def _crossing_bytes(analysis: Analysis, order: Sequence[str]) -> list[int]:

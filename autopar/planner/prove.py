@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 from autopar.planner.evaluate import evaluate, evaluate_stages
-from autopar.planner.lanes import LESS, Lanes, MeshSearch
+from autopar.planner.lanes import LESS, WORTH, Lanes, MeshSearch, shared_s
 from autopar.planner.request import Candidate, Failure, Request
 from autopar.search.analysis import Analysis
+from autopar.search.build import Built
 from autopar.search.intra import Least, least_bytes, moment_of
+from autopar.search.problem import Solution
 
 ROUNDS, PIPELINE_ROUNDS = 6, 4
 """Times a mesh is solved again with a tighter memory limit; stages are lowered in full each."""
@@ -32,6 +35,15 @@ def prove(
     if not [kind for kind in search.kinds if kind.treats_alike()]:
         return outcome
     return _tightened(analysis, request, search, time_limit_s, beat_s)
+
+
+def _can_gain(
+    best: Candidate, search: Lanes, solved: Mapping[MeshSearch, tuple[Built, Solution]]
+) -> bool:
+    """Whether hiding copies better may gain enough, beyond what is modelled to take longer."""
+    longer_s = shared_s([solved[kind][1].objective_s for kind in search.searches])
+    longer_s -= best.objective_s
+    return best.simulation.copy_exposed_s - longer_s > WORTH * best.step_s
 
 
 def _tightened(
@@ -69,6 +81,8 @@ def _tightened(
             continue
         if num_stages == 1 and solved[kinds[0]][1].objective_s > beat_s:
             return Failure(kinds[0].plain.mesh, False, held[kinds[0]], too_slow=True)
+        if best is not None and num_stages > 1 and not _can_gain(best, search, solved):
+            return best
         if num_stages > 1:
             candidate, used = evaluate_stages(analysis, request, search, solved)
         else:

@@ -1,7 +1,7 @@
 """Pipelines lowered: what their chunks take, and what a schedule makes of them.
 
 Every chunk's program is simulated section by section; the schedule's timeline gives the step, and
-the loop written out in the order of a stage's row gives its memory. Stages that are alike are
+where its turns stand in a stage's row gives what the stage holds. Stages that are alike are
 lowered once. Schedules of the same chunks on the same ranks have the same programs, so that one
 lowering serves for all of them.
 """
@@ -14,12 +14,13 @@ from dataclasses import dataclass, field, replace
 from autopar.cost.node import NodeCost
 from autopar.ir.graph import DTYPE_BYTES, Ref
 from autopar.lower.chunks import lower_chunks, on_one_rank
+from autopar.lower.held import Loop
 from autopar.lower.overlap import overlap
 from autopar.lower.program import Message, Program, ProgramInput, Section
-from autopar.lower.rows import holds_no_more, memory_turns, turns_of
-from autopar.lower.simulate import Prices, Simulation, prices, simulate
-from autopar.lower.spmd import Crossing
-from autopar.lower.unroll import Row, unroll, with_refs
+from autopar.lower.rows import turns_of
+from autopar.lower.simulate import Simulation, entered_bytes, prices, simulate
+from autopar.lower.spmd import Crossing, Facts, facts_of
+from autopar.lower.unroll import Row, with_refs
 from autopar.plan.records import StagePlan
 from autopar.planner.alike import texts
 from autopar.planner.pipeline import Lane, Layout
@@ -65,28 +66,27 @@ class LoweredStage:
         cost: What prices it.
         chunks: In their order.
         together: The program of its first rank with all of them.
-        priced: What its programs take.
-        peaks: Rows that were written out, and what they hold.
+        loops: The loop as `peak` wants it, as soon as it was asked for.
     """
 
     cost: NodeCost
     chunks: tuple[Chunk, ...]
     together: Program
-    priced: Prices
-    peaks: list[tuple[Row, Simulation]] = field(default_factory=list)
+    loops: list[Loop] = field(default_factory=list)
 
     def peak(self, row: Row) -> Simulation:
-        """The written-out loop of a row, or of one that holds no less, for its memory.
-
-        Args:
-            row: Its turns, with the numbers of `chunks`.
-        """
-        for known, simulation in self.peaks:
-            if holds_no_more(row, known):
-                return simulation
-        found = simulate(unroll(self.together, memory_turns(row)), self.priced)
-        self.peaks.append((row, found))
-        return found
+        """The bytes of its ranks in a row, whose turns have the numbers of `chunks`."""
+        if not self.loops:
+            self.loops.append(Loop(self.together, row))
+        held = self.loops[0].held(row)
+        return replace(
+            self.chunks[0].sections[Section.FORWARD],
+            peak_bytes=held.peak_bytes,
+            saved_bytes=held.saved_bytes,
+            gradient_bytes=held.gradient_bytes,
+            host_bytes=held.host_bytes,
+            input_bytes=entered_bytes(self.together),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ class StageResult:
         cost: What prices it.
         program: Of its first rank, with all its chunks.
         sections: Simulation of every section of every chunk, for one microbatch.
-        peak: Simulation of the written-out loop, for its memory.
+        peak: Simulation of its bytes alone; its seconds mean nothing.
     """
 
     cost: NodeCost
@@ -152,9 +152,9 @@ class LoweredPipeline:
         turns = turns_of(layout.schedule, layout.num_stages, layout.num_chunks, self.microbatches)
         results = []
         for number, (stage, row) in enumerate(zip(self.stages, turns, strict=True)):
-            held = [n for n, own in enumerate(layout.lanes) if own == number]
-            place = {n: chunk.number for n, chunk in zip(held, stage.chunks, strict=True)}
-            sections = {(s, n): self.chunks[n].sections[s] for n in held for s in Section}
+            own = [n for n, lane in enumerate(layout.lanes) if lane == number]
+            place = {n: chunk.number for n, chunk in zip(own, stage.chunks, strict=True)}
+            sections = {(s, n): self.chunks[n].sections[s] for n in own for s in Section}
             peak = stage.peak([turn._replace(chunk=place[turn.chunk]) for turn in row])
             results.append(
                 StageResult(cost=stage.cost, program=stage.together, sections=sections, peak=peak)
@@ -183,6 +183,7 @@ def lower_pipeline(
         meshes=tuple(stage.mesh for stage in pipeline.stages),
         splits_backward=schedule_named(layout.schedule).splits_backward,
     )
+    facts = facts_of(analysis.graph, analysis.rules)
     known: dict[Hashable, LoweredStage] = {}
     stages: list[LoweredStage] = []
     chunks: dict[int, Chunk] = {}
@@ -190,7 +191,7 @@ def lower_pipeline(
         held = {n: pipeline.stages[n] for n, own in enumerate(layout.lanes) if own == number}
         kind = lanes[number].kind
         if (kind, text) not in known:
-            known[kind, text] = _lower_stage(analysis, held, kind.cost, crossing)
+            known[kind, text] = _lower_stage(analysis, held, kind.cost, (crossing, facts))
         stages.append(known[kind, text])
         chunks.update(zip(held, stages[-1].chunks, strict=True))
     ordered = tuple(chunks[n] for n in range(len(chunks)))
@@ -217,12 +218,15 @@ def lower_pipeline(
 
 
 def _lower_stage(
-    analysis: Analysis, held: Mapping[int, StagePlan], cost: NodeCost, crossing: Crossing
+    analysis: Analysis,
+    held: Mapping[int, StagePlan],
+    cost: NodeCost,
+    shared: tuple[Crossing, Facts],
 ) -> LoweredStage:
     """Lower the chunks of one stage."""
     priced = prices(cost.device, cost.collective_s)
     programs = lower_chunks(
-        analysis.graph, analysis.rules, held, cost.mesh.fullest, cost.collective_s, crossing
+        analysis.graph, analysis.rules, held, cost.mesh.fullest, cost.collective_s, *shared
     )
     chunks = []
     for number, program in zip(sorted(held), programs, strict=True):
@@ -232,7 +236,7 @@ def _lower_stage(
     together = chunks[0].program
     if len(chunks) > 1:
         together = on_one_rank(analysis.graph, programs, held, priced)
-    return LoweredStage(cost=cost, chunks=tuple(chunks), together=together, priced=priced)
+    return LoweredStage(cost=cost, chunks=tuple(chunks), together=together)
 
 
 def _border_bytes(before: Chunk, behind: Chunk) -> int:

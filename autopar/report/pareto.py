@@ -57,12 +57,7 @@ def pareto_view(plans: Sequence[Plan]) -> RenderableType:
     for plan in plans:
         memory = plan.prediction.memory
         away = sum(len(stage.offloaded) for stage in plan.stages)
-        parameters = [p for stage in plan.stages for p in stage.parameters]
-        counts = {
-            "values": away,
-            "states": sum(p.state_on_host for p in parameters),
-            "parameters": sum(p.on_host for p in parameters),
-        }
+        states = sum(p.state_on_host for stage in plan.stages for p in stage.parameters)
         add_row(
             made,
             bytes_text(memory.total_bytes),
@@ -70,7 +65,7 @@ def pareto_view(plans: Sequence[Plan]) -> RenderableType:
             seconds_text(plan.prediction.step_s),
             percent_text(plan.prediction.step_s / fastest - 1),
             f"{sum(len(stage.recomputed) for stage in plan.stages)} ops",
-            ", ".join(f"{n} {what}" for what, n in counts.items() if n or what == "values"),
+            f"{away} values, {states} states" if states else f"{away} values",
             bar(memory.total_bytes, plans[0].prediction.memory.total_bytes),
         )
     return section("step time against memory (predicted)", [made])

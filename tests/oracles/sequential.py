@@ -8,13 +8,13 @@ still be kept in another layout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from autopar import hint
 from autopar.ir.sharding import Mesh
 from autopar.planner.hints import settle
-from autopar.planner.lanes import Lanes, MeshSearch, prepare
+from autopar.planner.lanes import MeshSearch, prepare
 from autopar.planner.pipeline import Layout
 from autopar.planner.prove import prove
 from autopar.planner.request import Candidate, Request
@@ -67,7 +67,7 @@ def as_it_is(search: MeshSearch) -> MeshSearch:
 def sharded_first(search: MeshSearch) -> MeshSearch:
     """The same mesh, sharded before memory is looked at."""
     return _ShardFirst(
-        search.plain, search.layout, search.cost, forced=False, limit_of=search.limit_of
+        search.plain, search.num_stages, search.cost, forced=False, limit_of=search.limit_of
     )
 
 
@@ -88,9 +88,6 @@ def planned_on(
     settled = settle(analysis, cluster, hints, None)
     alone = Layout(schedule="1f1b", num_stages=1, num_chunks=1)
     lanes = prepare(analysis, request, settled, (mesh,), alone)
-    found = prove(analysis, request, _each(lanes.searches, make), 60.0, float("inf"))
+    searched = replace(lanes, searches=tuple(make(search) for search in lanes.searches))
+    found = prove(analysis, request, searched, 60.0, float("inf"))
     return found if isinstance(found, Candidate) else None
-
-
-def _each(searches: Sequence[MeshSearch], make: Make) -> Lanes:
-    return Lanes(tuple(make(search) for search in searches), (0,) * len(searches))

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
+
+import torch
+from torch import nn
+
 from autopar import hint
 from autopar.capture import capture_step
 from autopar.planner.batches import stage_counts
@@ -50,3 +56,51 @@ def test_a_schedule_that_no_pipeline_runs_is_said_to_have_no_effect() -> None:
     )
     assert piped.schedule == "gpipe"
     assert not [note for note in piped.notes if "has no effect" in note]
+
+
+class Block(nn.Module):
+    """Two products, with a way around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(512, 1024), nn.Linear(1024, 512)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+@functools.cache
+def wide() -> Analysis:
+    """A model of many parameters and few activations."""
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    with torch.device("meta"):
+        model, batch = nn.Sequential(*(Block() for _ in range(8))), torch.zeros(64, 512)
+    return analyse(capture_step(model, batch, loss, grad=True).graph)
+
+
+def apart() -> Cluster:
+    """Four nodes of one core, on a slow network."""
+    alike = Cluster.local(4)
+    slow = replace(alike.levels[0], name="wan", bandwidth_bytes_per_s=2e7)
+    return replace(alike, levels=(replace(alike.levels[0], size=1), slow))
+
+
+def test_a_pipeline_has_the_schedule_that_is_simulated_fastest() -> None:
+    chosen = make_plan(wide(), request(apart()))
+    assert chosen.num_stages > 1
+    asked = [hint.degrees(pp=chosen.num_stages), hint.microbatches(chosen.microbatches)]
+    for schedule in ("1f1b", "zb-h1"):
+        other = make_plan(wide(), request(apart(), *asked, hint.schedule(schedule)))
+        assert chosen.prediction.step_s <= 1.001 * other.prediction.step_s, schedule
+    tried = [name for name, _ in chosen.search.meshes]
+    assert any(f", {chosen.schedule}" in name for name in tried)
+
+
+def test_a_hinted_schedule_is_the_only_one_tried() -> None:
+    chosen = make_plan(wide(), request(apart(), hint.schedule("gpipe")))
+    assert chosen.num_stages > 1 and chosen.schedule == "gpipe"
+    pipelines = [name for name, _ in chosen.search.meshes if "stages of" in name]
+    assert pipelines and all(name.endswith(", gpipe") for name in pipelines)

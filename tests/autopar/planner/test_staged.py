@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from torch import nn
 
 from autopar import hint
 from autopar.capture import capture_step
+from autopar.lower.simulate import Simulation
 from autopar.planner import staged
 from autopar.planner.evaluate import lanes_of
 from autopar.planner.hints import settle
@@ -61,6 +65,11 @@ def lowered(schedule: str, chunks: int = 1, *, apart: bool = False) -> LoweredPi
         return lower_pipeline(analysis, lanes, pipeline, layout, cluster)
 
 
+def nameless(found: Mapping[Any, Simulation]) -> dict[Any, Simulation]:
+    """Simulations without what they say by name."""
+    return {key: replace(simulation, peak_origins=()) for key, simulation in found.items()}
+
+
 @pytest.mark.parametrize(
     ("schedule", "chunks"), [("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("zb-v", 2)]
 )
@@ -72,11 +81,8 @@ def test_alike_stages_are_lowered_once_and_take_what_each_takes(schedule: str, c
     found, wanted = together.under(layout), each.under(layout)
     assert found.seconds == wanted.seconds
     for own, other in zip(found.stages, wanted.stages, strict=True):
-        assert own.sections == other.sections
-        # A stage that holds no more than one that is alike is said to hold as much.
-        assert own.peak.peak_bytes >= other.peak.peak_bytes
-    fullest = [max(stage.peak.peak_bytes for stage in r.stages) for r in (found, wanted)]
-    assert fullest[0] == fullest[1]
+        assert nameless(own.sections) == nameless(other.sections)
+        assert nameless({"peak": own.peak}) == nameless({"peak": other.peak})
 
 
 def test_one_lowering_serves_all_schedules_of_the_same_chunks() -> None:
