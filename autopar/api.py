@@ -150,12 +150,40 @@ def plan(
     Raises:
         AutoparError: The subclass says what went wrong.
     """
+    own = planner(
+        model,
+        cluster,
+        batch,
+        loss=loss,
+        optimizer=optimizer,
+        precision=precision,
+        options=options,
+        recipe=recipe,
+    )
+    return own(hints)
+
+
+def planner(
+    model: nn.Module,
+    cluster: Cluster,
+    batch: Any,
+    *,
+    loss: Loss | None = None,
+    optimizer: Optimizer = None,
+    precision: Precision | str | None = None,
+    options: Options | None = None,
+    recipe: str | None = None,
+) -> Callable[[Sequence[Hint]], Plan]:
+    """What makes plans of one step under hints: it is captured once, its problems are built once.
+
+    The arguments are those of `plan`.
+    """
     options = options or Options()
     casts = _checked(precision, model, optimizer)
+    spec = optimizer_spec(optimizer)
+    steps: dict[Alone | None, tuple[Analysis, Request]] = {}
 
-    def captured_in(count: int) -> Captured:
-        alone = _alone(hints, count)
-
+    def captured_of(alone: Alone | None) -> Captured:
         def capture() -> Captured:
             return capture_step(model, batch, loss, grad=True, precision=casts, alone=alone)
 
@@ -164,23 +192,30 @@ def plan(
         depends = [str(own) for own in (None if precision is None else casts, alone) if own]
         return stored_capture(" ".join((recipe, *depends)), capture)
 
-    def step_of(count: int) -> tuple[Analysis, Request]:
-        start = time.perf_counter()
-        captured = captured_in(count)
-        capture_s = time.perf_counter() - start
-        request = Request(
-            model=type(model).__name__,
-            fingerprint=captured.fingerprint,
-            cluster=cluster,
-            hints=tuple(hints),
-            optimizer=optimizer_spec(optimizer),
-            time_limit_s=options.time_limit_s,
-            memory_fraction=options.memory_fraction,
-            capture_s=capture_s,
-        )
-        return analyse(captured.graph, rules_by_op(options)), request
+    def step_of(alone: Alone | None) -> tuple[Analysis, Request]:
+        if alone not in steps:
+            start = time.perf_counter()
+            captured = captured_of(alone)
+            request = Request(
+                model=type(model).__name__,
+                fingerprint=captured.fingerprint,
+                cluster=cluster,
+                optimizer=spec,
+                time_limit_s=options.time_limit_s,
+                memory_fraction=options.memory_fraction,
+                capture_s=time.perf_counter() - start,
+            )
+            steps[alone] = analyse(captured.graph, rules_by_op(options)), request
+        return steps[alone]
 
-    return best_plan(step_of)
+    def plan_under(hints: Sequence[Hint]) -> Plan:
+        def hinted(count: int) -> tuple[Analysis, Request]:
+            analysis, request = step_of(_alone(hints, count))
+            return analysis, replace(request, hints=tuple(hints))
+
+        return best_plan(hinted)
+
+    return plan_under
 
 
 def _check_hints(plan: Plan | None, hints: Sequence[Hint]) -> None:

@@ -104,7 +104,9 @@ def plan(
     ] = "torch",
     output: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option("-o", "--output", help="Save the plan as JSON."),
+        typer.Option(
+            "-o", "--output", help="Save the plan as JSON; of --pareto also a .svg or .html plot."
+        ),
     ] = None,
     time_limit: Annotated[float, typer.Option(help="Seconds the search may take.")] = 120.0,
     pareto: Annotated[
@@ -112,7 +114,7 @@ def plan(
     ] = False,
 ) -> None:
     """Search the fastest plan that fits in memory; needs no GPU and no process group."""
-    from autopar.api import plan as search
+    from autopar.api import planner
     from autopar.hint import Hint, MemoryLimit
     from autopar.inputs import load_cluster, load_subject, optimizer_named, parse_hints
     from autopar.options import Options
@@ -120,8 +122,15 @@ def plan(
     from autopar.plan.text import plan_view
     from autopar.report.pareto import pareto as front_of
     from autopar.report.pareto import pareto_view
+    from autopar.report.plot import FORMATS, write_plot
 
     out = console()
+    plots = output is not None and output.suffix in FORMATS
+    if plots and not pareto:
+        raise AutoparError(
+            f"cannot save a plan as '{output}': it is written as JSON; add --pareto for a plot of "
+            "time against memory, or give a name that ends in .json"
+        )
     hints = parse_hints(hint or ())
     where = load_cluster(cluster, nodes)
     with busy(out, f"building {model}"):
@@ -130,21 +139,21 @@ def plan(
         out.print(f"note: {note}", markup=False)
     name = type(subject.model).__name__
     with busy(out, f"planning {name} for {where.num_devices} ranks of {where.name}"):
+        search = planner(
+            subject.model,
+            where,
+            subject.batch,
+            loss=subject.loss,
+            optimizer=optimizer_named(optimizer),
+            precision=precision,
+            options=Options(time_limit_s=time_limit),
+            recipe=subject.recipe,
+        )
 
         def within(more: Sequence[Hint]) -> Plan:
             limited = any(isinstance(h, MemoryLimit) for h in more)
             own = [h for h in hints if not (limited and isinstance(h, MemoryLimit))]
-            return search(
-                subject.model,
-                where,
-                subject.batch,
-                loss=subject.loss,
-                optimizer=optimizer_named(optimizer),
-                precision=precision,
-                hints=(*own, *more),
-                options=Options(time_limit_s=time_limit),
-                recipe=subject.recipe,
-            )
+            return search((*own, *more))
 
         front = front_of(within) if pareto else (within(()),)
     found = front[0]
@@ -152,7 +161,10 @@ def plan(
     if pareto:
         out.print(pareto_view(front), markup=False)
     if output is not None:
-        found.save(output)
+        if plots:
+            write_plot(front, output)
+        else:
+            found.save(output)
         out.print(f"\nsaved to {output}", markup=False)
 
 

@@ -143,9 +143,10 @@ def test_hints_are_read() -> None:
         hint.degrees(dp=2, zero=3),
         hint.memory_limit("2GiB"),
     )
-    assert parse_hints(["recompute=*.mlp", "keep=h.0"]) == (
+    assert parse_hints(["recompute=*.mlp", "keep=h.0", "per_microbatch=*.bn*"]) == (
         hint.recompute("*.mlp"),
         hint.keep("h.0"),
+        hint.per_microbatch("*.bn*"),
     )
     assert parse_hints(["shard=*.q:0:tp", "replicate=*.norm*", "microbatches=2"]) == (
         hint.shard("*.q", 0, "tp"),
@@ -227,6 +228,11 @@ def test_a_model_that_is_none_is_named(name: str, what: str) -> None:
     with pytest.raises(AutoparError) as raised:
         load_subject(name)
     assert what in str(raised.value)
+
+
+def test_a_plan_is_no_picture(model: str, tmp_path: Path) -> None:
+    with pytest.raises(AutoparError, match="add --pareto for a plot"):
+        cli.plan(model, "local:2", output=tmp_path / "plan.svg")
 
 
 def test_a_size_that_the_function_does_not_take_is_named(model: str) -> None:

@@ -12,22 +12,28 @@ _SIZES = ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 
 
+def bytes_unit(size: float) -> tuple[float, str]:
+    """The unit in which bytes of this size are written: how many bytes it is, and its name."""
+    return next((one for one in _SIZES if abs(size) >= 0.9995 * one[0]), (1.0, "B"))
+
+
+def seconds_unit(seconds: float) -> tuple[float, str]:
+    """The unit in which seconds of this size are written: how many it is, and its name."""
+    return next((one for one in _TIMES if abs(seconds) >= 0.9995 * one[0]), _TIMES[-1])
+
+
 def bytes_text(size: float) -> str:
     """Bytes with three digits; GB is 1e9."""
-    for unit, name in _SIZES:
-        if abs(size) >= 0.9995 * unit:
-            return f"{_digits(size / unit)} {name}"
-    return f"{size:.0f} B"
+    unit, name = bytes_unit(size)
+    return f"{size:.0f} B" if name == "B" else f"{_digits(size / unit)} {name}"
 
 
 def seconds_text(seconds: float) -> str:
     """Seconds with three digits."""
     if seconds == 0:
         return "0 s"
-    for unit, name in _TIMES:
-        if abs(seconds) >= 0.9995 * unit or name == "ns":
-            return f"{_digits(seconds / unit)} {name}"
-    raise AssertionError("ns takes the rest")
+    unit, name = seconds_unit(seconds)
+    return f"{_digits(seconds / unit)} {name}"
 
 
 def _digits(number: float) -> str:

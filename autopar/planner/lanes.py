@@ -12,7 +12,7 @@ from autopar.ir.sharding import WHOLE, Mesh, Sharding
 from autopar.plan.records import StagePlan
 from autopar.planner.hints import Settled
 from autopar.planner.pipeline import Layout
-from autopar.planner.request import Candidate, Request
+from autopar.planner.request import Candidate, Request, Unlimited
 from autopar.search.analysis import Analysis
 from autopar.search.build import (
     Built,
@@ -71,9 +71,13 @@ def prepare(
             update_bytes_per_s=update_bytes_per_s(device),
             may_leave=request.optimizer.host_bucket_elements is not None,
         )
-        built = build_problem(
-            analysis, mesh, cost, states, restrictions, num_stages=layout.num_stages
-        )
+        key = cluster, first_ranks[stages[0]], cost.device, mesh, states, str(restrictions)
+        unlimited = request.known.get((*key, layout.num_stages))
+        if unlimited is None:
+            built = build_problem(
+                analysis, mesh, cost, states, restrictions, num_stages=layout.num_stages
+            )
+            unlimited = request.known[*key, layout.num_stages] = Unlimited(built)
         asked = (
             restrictions.recompute
             or restrictions.offload
@@ -82,7 +86,7 @@ def prepare(
         )
         forced = bool(asked)
         search = MeshSearch(
-            built, layout.num_stages, cost, forced=forced, limit_of=settled.usable_bytes
+            unlimited, layout.num_stages, cost, forced=forced, limit_of=settled.usable_bytes
         )
         searches.update(dict.fromkeys(stages, search))
     return Lanes(
@@ -131,8 +135,8 @@ class Lanes:
     def is_bound(self) -> bool:
         """Whether the solutions without a memory limit need more than there is."""
         return any(
-            kind.unbound is not None
-            and max(kind.unbound.memory_bytes) > kind.num_stages * kind.allowed
+            kind.unlimited.solution is not None
+            and max(kind.unlimited.solution.memory_bytes) > kind.num_stages * kind.allowed
             for kind in self.kinds
         )
 
@@ -176,14 +180,15 @@ class MeshSearch:
 
     def __init__(
         self,
-        built: Built,
+        unlimited: Unlimited,
         num_stages: int,
         cost: NodeCost,
         *,
         forced: bool,
         limit_of: Callable[[Device], int],
     ) -> None:
-        self.plain = built
+        self.unlimited = unlimited
+        self.plain = unlimited.built
         self.num_stages = num_stages
         self.cost = cost
         self.forced = forced
@@ -191,7 +196,6 @@ class MeshSearch:
         self.allowed = float(limit_of(cost.device))
         self.host_limit = self.host_allowed = float(cost.device.host_memory_bytes)
         self.hides = 1.0
-        self.unbound: Solution | None = None
         self.joint: Built | None = None
         self.alike = False
 
@@ -253,13 +257,12 @@ class MeshSearch:
             limit: Bytes a rank may use; None for any.
             time_limit_s: For the solver.
         """
-        self.unbound_s(time_limit_s)
-        assert self.unbound is not None
-        if (limit is None and not self.forced) or not self.unbound.choice:
-            return self.plain, self.unbound
+        unbound = self._unbound(time_limit_s)
+        if (limit is None and not self.forced) or not unbound.choice:
+            return self.plain, unbound
         total = None if limit is None else limit * self.num_stages
         if self.joint is None:
-            self.joint = with_reruns(self.plain, self._near(self.unbound, total, time_limit_s))
+            self.joint = with_reruns(self.plain, self._near(unbound, total, time_limit_s))
         link = self.joint.problem.link
         if link is not None:
             host = max(0.0, self.host_limit) * self.num_stages
@@ -269,16 +272,20 @@ class MeshSearch:
         solution = solve(problem, time_limit_s=time_limit_s)
         if self.joint.num_strategies < self.plain.num_strategies:
             # Proven is only what holds without a limit.
-            bound_s = min(self.unbound.bound_s, solution.objective_s)
+            bound_s = min(unbound.bound_s, solution.objective_s)
             status = "feasible" if solution.status == "optimal" else solution.status
             solution = replace(solution, status=status, bound_s=bound_s)
         return self.joint, solution
 
     def unbound_s(self, time_limit_s: float) -> float:
         """Seconds of the whole step on this mesh alone, if memory did not bind."""
-        if self.unbound is None:
-            self.unbound = solve(self.plain.problem, time_limit_s=time_limit_s)
-        return self.unbound.objective_s
+        return self._unbound(time_limit_s).objective_s
+
+    def _unbound(self, time_limit_s: float) -> Solution:
+        """The best solution if memory did not bind."""
+        if self.unlimited.solution is None:
+            self.unlimited.solution = solve(self.plain.problem, time_limit_s=time_limit_s)
+        return self.unlimited.solution
 
     def _near(
         self, unbound: Solution, total: float | None, time_limit_s: float

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 
 from autopar.cost.node import NodeCost
 from autopar.hint import Hint
@@ -14,6 +15,19 @@ from autopar.search.build import Built
 from autopar.search.problem import Solution
 from autopar.search.stages import Pipeline
 from cost_models.cluster import Cluster
+
+
+@dataclass(slots=True, eq=False)
+class Unlimited:
+    """The problem of a mesh, which no memory limit enters.
+
+    Attributes:
+        built: The problem.
+        solution: Its best one, if memory did not bind; None until it is asked for.
+    """
+
+    built: Built
+    solution: Solution | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +45,8 @@ class Request:
         capture_s: Seconds the capture took, for the report.
         settled_plan: Plan whose mesh, stages and stored shardings must be taken over: the
             parameters exist already, and another batch or mode is planned.
+        known: Problems that earlier plans of this step built: plans within another memory limit
+            start from the same ones.
     """
 
     model: str
@@ -42,6 +58,7 @@ class Request:
     memory_fraction: float | None = None
     capture_s: float = 0.0
     settled_plan: Plan | None = None
+    known: dict[Hashable, Unlimited] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

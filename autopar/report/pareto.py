@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import RenderableType
 
@@ -49,23 +49,30 @@ def pareto(search: Search, steps: int = STEPS) -> tuple[Plan, ...]:
     return tuple(front)
 
 
-def pareto_view(plans: Sequence[Plan]) -> RenderableType:
-    """The plans as a table that rich can print."""
-    columns = ("memory a rank", "host memory", "step", "slower by", "runs again", "offloaded")
-    made = table(*columns, "", right=columns)
+COLUMNS = ("memory a rank", "host memory", "step", "slower by", "runs again", "offloaded")
+
+
+def pareto_rows(plans: Sequence[Plan]) -> Iterator[tuple[str, ...]]:
+    """What is said of each plan, in the order of `COLUMNS`; the first plan is the fastest."""
     fastest = plans[0].prediction.step_s
     for plan in plans:
         memory = plan.prediction.memory
         away = sum(len(stage.offloaded) for stage in plan.stages)
         states = sum(p.state_on_host for stage in plan.stages for p in stage.parameters)
-        add_row(
-            made,
+        yield (
             bytes_text(memory.total_bytes),
             bytes_text(memory.host_bytes),
             seconds_text(plan.prediction.step_s),
             percent_text(plan.prediction.step_s / fastest - 1),
             f"{sum(len(stage.recomputed) for stage in plan.stages)} ops",
             f"{away} values, {states} states" if states else f"{away} values",
-            bar(memory.total_bytes, plans[0].prediction.memory.total_bytes),
         )
+
+
+def pareto_view(plans: Sequence[Plan]) -> RenderableType:
+    """The plans as a table that rich can print."""
+    made = table(*COLUMNS, "", right=COLUMNS)
+    most = plans[0].prediction.memory.total_bytes
+    for plan, row in zip(plans, pareto_rows(plans), strict=True):
+        add_row(made, *row, bar(plan.prediction.memory.total_bytes, most))
     return section("step time against memory (predicted)", [made])
