@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -21,44 +22,74 @@ from tests.oracles import sites
 MB, GB = 1e6, 1e9
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Of a model that is cut between layers, at some microbatch size."""
+
+    forward_s: float
+    backward_s: float
+    output_bytes: float
+    parameter_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
 class Profile:
-    """A model as DAPPLE's authors published it: equal layers at some microbatch size.
+    """A model as DAPPLE's authors published it.
 
     Source:
         Fan et al., DAPPLE, PPoPP 2021, and the profiles published with its code.
     """
 
-    layers: int
-    forward_s: float
-    backward_s: float
-    output_bytes: float
-    layer_bytes: float
-    embedding_bytes: float
-    input_s: float
+    layers: tuple[Layer, ...]
     microbatches: int
 
 
+BERT = Layer(2.69e-3, 4.47e-3, 4.325 * MB, 50.385 * MB)
 BERT_48 = Profile(
-    layers=48,
-    forward_s=2.69e-3,
-    backward_s=4.47e-3,
-    output_bytes=4.325 * MB,
-    layer_bytes=50.385 * MB,
-    embedding_bytes=127.13 * MB,
-    input_s=0.0,
-    microbatches=64,
+    (replace(BERT, parameter_bytes=(50.385 + 127.13) * MB), *(BERT,) * 47), microbatches=64
 )
-XLNET_36 = Profile(
-    layers=36,
-    forward_s=3.4e-3,
-    backward_s=4.9e-3,
-    output_bytes=2 * MB,
-    layer_bytes=52 * MB,
-    embedding_bytes=131 * MB,
-    input_s=17e-3,
-    microbatches=128,
-)
+XLNET = Layer(3.4e-3, 4.9e-3, 2 * MB, 52 * MB)
+XLNET_INPUT = Layer((3.4 + 17) * 1e-3, 4.9e-3, 2 * MB, (52 + 131) * MB)
+XLNET_36 = Profile((XLNET_INPUT, *(XLNET,) * 35), microbatches=128)
+
+
+CONVOLUTIONS = ((3, 64, 224), (64, 64, 224), (64, 128, 112), (128, 128, 112), (128, 256, 56),
+                *((256, 256, 56),) * 3, (256, 512, 28), *((512, 512, 28),) * 3,
+                *((512, 512, 14),) * 4)  # fmt: skip
+"""VGG-19's: channels in and out, width of the image. A pooling follows where the next is half."""
+
+SHARES: dict[str, Callable[[int, int, int], float]] = {
+    "FLOPs": lambda c_in, c_out, width: c_in * c_out * width**2,
+    "what they read and write": lambda c_in, c_out, width: (c_in + c_out) * width**2,
+    "layers alike": lambda c_in, c_out, width: 1.0,
+}
+"""How the seconds of all convolutions, which are published, may be dealt out to each."""
+
+
+def vgg_19(share: str, convolution_s: float) -> Profile:
+    """VGG-19 at 32 samples a microbatch, 64 of them, in fp32.
+
+    Published are the seconds of the convolutions together and the first linear layer's 392 MiB.
+    Sizes follow from the architecture. A linear layer reads its weights once in the forward and
+    twice in the backward, at the 0.9 TB/s of a V100; a convolution's backward takes two forwards.
+    """
+    samples, weights = 32, [SHARES[share](*own) for own in CONVOLUTIONS]
+    found = []
+    for place, (c_in, c_out, width) in enumerate(CONVOLUTIONS):
+        seconds = convolution_s * weights[place] / sum(weights)
+        after = CONVOLUTIONS[place + 1][2] if place + 1 < len(CONVOLUTIONS) else 7
+        pixels = min(width, after) ** 2
+        parameters = 9 * c_in * c_out + c_out
+        found.append(
+            Layer(seconds / 3, 2 * seconds / 3, 4.0 * samples * c_out * pixels, 4.0 * parameters)
+        )
+    for wide, narrow in ((512 * 7 * 7, 4096), (4096, 4096), (4096, 1000)):
+        num_bytes = 4.0 * wide * narrow
+        read_s = num_bytes / 0.9e12
+        found.append(Layer(read_s, 2 * read_s, 4.0 * samples * narrow, num_bytes))
+    assert found[len(CONVOLUTIONS)].parameter_bytes == 392 * 2**20
+    return Profile(tuple(found), microbatches=64)
+
 
 SERVERS = {"A": (8, 3.0, 1.0), "B": (1, 3.0, 1.0), "C": (1, 1.25, 1.25)}
 """Devices a server; GB/s of an all-reduce and of a message between servers. NVLink carries 25."""
@@ -78,28 +109,10 @@ def placement_problem(profile: Profile, cluster: str, families: tuple[str, ...])
                 kinds.append((size, crosses))
             kind = kinds.index((size, crosses))
             places[first, size] = Place(first=first, size=size, kind=kind, memory_bytes=1.0)
-    layer, first_layer = [], []
-    for size, crosses in kinds:
-        bandwidth = (reduce_gb_s if crosses else 25.0) * GB
-        per_byte_s = 2 * (size - 1) / size / bandwidth
-        layer.append(
-            (
-                Point(
-                    forward_s=profile.forward_s / size,
-                    backward_s=profile.backward_s / size,
-                    reduce_s=profile.layer_bytes * per_byte_s,
-                ),
-            )
-        )
-        first_layer.append(
-            (
-                Point(
-                    forward_s=(profile.forward_s + profile.input_s) / size,
-                    backward_s=profile.backward_s / size,
-                    reduce_s=(profile.layer_bytes + profile.embedding_bytes) * per_byte_s,
-                ),
-            )
-        )
+    classes = list(dict.fromkeys(profile.layers))
+    fronts = tuple(
+        tuple((_point(layer, *kind, reduce_gb_s),) for kind in kinds) for layer in classes
+    )
     rows = {
         "data parallel": [((0, 16),)],
         "straight": [tuple((n, 1) for n in range(16))],
@@ -112,12 +125,12 @@ def placement_problem(profile: Profile, cluster: str, families: tuple[str, ...])
         for row in rows[name]
     ]
     return InterProblem(
-        blocks=(0,) + (1,) * (profile.layers - 1),
+        blocks=tuple(classes.index(layer) for layer in profile.layers),
         settings=(
             Setting(
                 microbatches=profile.microbatches,
-                fronts=(tuple(first_layer), tuple(layer)),
-                send_bytes=(profile.output_bytes,) * (profile.layers - 1),
+                fronts=fronts,
+                send_bytes=tuple(layer.output_bytes for layer in profile.layers[:-1]),
             ),
         ),
         families=tuple(found),
@@ -125,6 +138,16 @@ def placement_problem(profile: Profile, cluster: str, families: tuple[str, ...])
             Link(bytes_per_s=(25.0 if n % server else send_gb_s) * GB, lanes=1)
             for n in range(1, DEVICES)
         ),
+    )
+
+
+def _point(layer: Layer, size: int, crosses: bool, reduce_gb_s: float) -> Point:
+    """A layer on a stage of some devices, which may lie on several servers."""
+    bandwidth = (reduce_gb_s if crosses else 25.0) * GB
+    return Point(
+        forward_s=layer.forward_s / size,
+        backward_s=layer.backward_s / size,
+        reduce_s=layer.parameter_bytes * 2 * (size - 1) / size / bandwidth,
     )
 
 
@@ -149,6 +172,21 @@ def test_published_winners(profile: Profile, cluster: str, winner: list[int]) ->
     names = ("data parallel", "straight", "two stages")
     found = solve_inter(placement_problem(profile, cluster, names), gap=1e-3)
     assert found.status == "optimal" and stage_sizes(found) == winner
+
+
+@pytest.mark.parametrize("convolution_s", [0.147, 0.441], ids=["both ways", "forwards alone"])
+@pytest.mark.parametrize("share", SHARES)
+def test_the_linear_layers_of_vgg_get_a_device_of_their_own(
+    share: str, convolution_s: float
+) -> None:
+    """On 10 Gbit/s, however the convolutions' seconds are dealt out, and whatever they count.
+
+    The linear layers, which have nearly all parameters, are on one device: nothing reduces them.
+    """
+    names = ("data parallel", "straight", "two stages")
+    found = solve_inter(placement_problem(vgg_19(share, convolution_s), "C", names))
+    assert found.status == "optimal" and stage_sizes(found) == [15, 1]
+    assert found.best is not None and found.best.pieces[1].first <= len(CONVOLUTIONS)
 
 
 def test_unequal_replicas_beat_the_published_winner() -> None:
