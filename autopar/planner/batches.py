@@ -16,10 +16,18 @@ COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 def stage_counts(analysis: Analysis, cluster: Cluster) -> tuple[int, ...]:
-    """Numbers of stages to try: powers of two of whole nodes, no more than repeated blocks."""
-    nodes = cluster.num_devices // cluster.levels[0].size
+    """Numbers of stages to try: of whole nodes or equal parts of nodes, no more than blocks."""
+    nodes = cluster.num_devices // cluster.devices_per_node
     depth = max((len(names) for names in analysis.folding.classes), default=1)
-    return tuple(count for count in (2, 4, 8, 16) if nodes % count == 0 and count <= max(depth, 2))
+    return tuple(
+        count
+        for count in range(2, min(MOST_STAGES, max(depth, 2)) + 1)
+        if cluster.num_devices % count == 0 and (nodes % count == 0 or count % nodes == 0)
+    )
+
+
+MOST_STAGES = 16
+"""Of pipelines that are tried without a hint."""
 
 
 def filling_count(graph: Graph, layout: Layout, mesh: Mesh) -> int:

@@ -245,7 +245,7 @@ class _Outer:
         return late
 
     def _try_pipelines(self) -> None:
-        """Try stages of whole nodes."""
+        """Try stages of whole nodes and of equal parts of nodes."""
         choices = []
         for num_stages in stage_counts(self.analysis, self.request.cluster):
             try:

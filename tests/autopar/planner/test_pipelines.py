@@ -27,12 +27,13 @@ def request(cluster: Cluster, *hints: hint.Hint) -> Request:
     return Request(model="m", fingerprint="f", cluster=cluster, hints=hints)
 
 
-def test_stages_are_whole_nodes_and_no_more_than_blocks() -> None:
+def test_stages_are_whole_nodes_or_parts_of_nodes_and_no_more_than_blocks() -> None:
     analysis = analysed()
-    assert stage_counts(analysis, Cluster.local(8)) == ()
-    assert stage_counts(analysis, Cluster.preset("h100", nodes=4)) == (2, 4)
+    assert stage_counts(analysis, Cluster.local(8)) == (2, 4, 8)
+    assert stage_counts(analysis, Cluster.local(6)) == (2, 3, 6)
+    assert stage_counts(analysis, Cluster.preset("h100", nodes=4)) == (2, 4, 8)
     assert stage_counts(analysis, Cluster.preset("h100", nodes=64)) == (2, 4, 8)
-    assert stage_counts(analysis, Cluster.preset("h100", nodes=3)) == ()
+    assert stage_counts(analysis, Cluster.preset("h100", nodes=3)) == (3, 6)
 
 
 def test_a_pipeline_is_taken_only_where_it_is_predicted_faster() -> None:
@@ -104,3 +105,13 @@ def test_a_hinted_schedule_is_the_only_one_tried() -> None:
     assert chosen.num_stages > 1 and chosen.schedule == "gpipe"
     pipelines = [name for name, _ in chosen.search.meshes if "stages of" in name]
     assert pipelines and all(name.endswith(", gpipe") for name in pipelines)
+
+
+def test_stages_of_one_node_are_taken_where_its_network_is_slow() -> None:
+    alike = Cluster.local(4)
+    slow = replace(alike, levels=(replace(alike.levels[0], bandwidth_bytes_per_s=2e7),))
+    chosen = make_plan(wide(), request(slow))
+    assert chosen.num_stages > 1
+    for degrees in (hint.degrees(pp=1), hint.degrees(pp=2, dp=2), hint.degrees(pp=4)):
+        other = make_plan(wide(), request(slow, degrees, hint.microbatches(8)))
+        assert chosen.prediction.step_s < other.prediction.step_s
