@@ -226,7 +226,6 @@ HINTS = (
 _OF_PATTERN: Mapping[str, Callable[[str], Hint]] = {
     "cut_before": hint.cut_before,
     "keep": hint.keep,
-    "offload": hint.offload,
     "per_microbatch": hint.per_microbatch,
     "recompute": hint.recompute,
     "replicate": hint.replicate,
@@ -243,7 +242,7 @@ def parse_hints(texts: Iterable[str]) -> tuple[Hint, ...]:
             ``microbatches=8``, ``schedule=gpipe``, ``schedule=interleaved:3`` (chunks),
             ``shares=5/2/1/0``, ``ranks=4``, ``ranks=4:8`` (from rank 8 on),
             ``cut_before=layers.16``, ``stage=lm_head:3``, ``recompute=*.mlp``, ``keep=*.attn``,
-            ``offload=layers.*``, ``per_microbatch=*.bn*``,
+            ``offload=layers.*``, ``offload=layers.*:parameters``, ``per_microbatch=*.bn*``,
             ``replicate=*.norm*``, ``shard=*.q_proj.weight:0:tp``.
 
     Raises:
@@ -274,6 +273,9 @@ def parse_hints(texts: Iterable[str]) -> tuple[Hint, ...]:
             found.append(hint.ranks(_number(count, text), _number(first, text) if colon else 0))
         elif name in _OF_PATTERN:
             found.append(_OF_PATTERN[name](value))
+        elif name == "offload":
+            pattern, _, what = value.partition(":")
+            found.append(hint.offload(pattern, what or None))
         elif name == "stage":
             pattern, _, number = value.rpartition(":")
             found.append(hint.stage(pattern, _number(number, text)))

@@ -143,6 +143,10 @@ def test_hints_are_read() -> None:
         hint.degrees(dp=2, zero=3),
         hint.memory_limit("2GiB"),
     )
+    assert parse_hints(["offload=layers.*:parameters", "offload=parameters"]) == (
+        hint.Offload("layers.*", "parameters"),
+        hint.Offload("*", "parameters"),
+    )
     assert parse_hints(["recompute=*.mlp", "keep=h.0", "per_microbatch=*.bn*"]) == (
         hint.recompute("*.mlp"),
         hint.keep("h.0"),

@@ -58,14 +58,19 @@ def pareto_rows(plans: Sequence[Plan]) -> Iterator[tuple[str, ...]]:
     for plan in plans:
         memory = plan.prediction.memory
         away = sum(len(stage.offloaded) for stage in plan.stages)
-        states = sum(p.state_on_host for stage in plan.stages for p in stage.parameters)
+        parameters = [p for stage in plan.stages for p in stage.parameters]
+        counts = {
+            "values": away,
+            "states": sum(p.state_on_host for p in parameters),
+            "parameters": sum(p.on_host for p in parameters),
+        }
         yield (
             bytes_text(memory.total_bytes),
             bytes_text(memory.host_bytes),
             seconds_text(plan.prediction.step_s),
             percent_text(plan.prediction.step_s / fastest - 1),
             f"{sum(len(stage.recomputed) for stage in plan.stages)} ops",
-            f"{away} values, {states} states" if states else f"{away} values",
+            ", ".join(f"{n} {what}" for what, n in counts.items() if n or what == "values"),
         )
 
 

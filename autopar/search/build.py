@@ -382,7 +382,7 @@ class _Builder:
             gives = self._numbers(self._where(producer, self._given(producer)), layouts)
         for at, wanted_at in delivered.items():
             forward[at] = replace(forward[at], layouts=self._numbers(wanted_at, layouts))
-        arcs += tuple(self._copies(node, layouts, group))
+        arcs += tuple(self._copies(node, layouts, group, readers))
         held = 1 if node.op in SOURCE_OPS else min(self.num_stages, self.mesh.microbatches)
         size = [local_bytes(layouts.kind, s) * len(group) * held for s in layouts.index]
         size += [0] * len(layouts.homes)
@@ -429,7 +429,9 @@ class _Builder:
             layouts.home(p.sharding) if isinstance(p, Home) else layouts.index[p] for p in places
         )
 
-    def _copies(self, node: Node, layouts: Layouts, group: Sequence[Ref]) -> Iterator[Arc]:
+    def _copies(
+        self, node: Node, layouts: Layouts, group: Sequence[Ref], readers: Readers
+    ) -> Iterator[Arc]:
         """The ways of parameters from their homes, or of gradients to them, in all microbatches.
 
         Terms of microbatches are added up in host memory.
@@ -446,31 +448,32 @@ class _Builder:
                 )
                 term = next((number for number in terms if number is not None), None)
                 here, adds_up = (here, False) if term is None else (term, True)
-            often = count
-            if node.op == PARAMETER or adds_up:
-                often *= self.mesh.microbatches
+            once = time is not None and not adds_up
+            if node.op == PARAMETER:
+                # What is only cast is so once, before the loop.
+                casts = self.analysis.casts
+                once = time is not None and all(reader in casts for reader, _ in readers.values())
+            often = count if once else count * self.mesh.microbatches
             link_s = often * local_bytes(layouts.kind, sharding) / device.host_link_bytes_per_s
             lost_s = slow.second * (1 - 1 / slow.first) * link_s
             seconds = lost_s + often * max(device.host_op_s, AGAIN_S)
-            if count == 1:
-                seconds += self._unhidden_s(group[0], link_s, ends=time is not None and not adds_up)
+            if once:
+                # Before the loop, or behind it, there is no compute beside.
+                seconds, link_s = seconds + link_s, 0.0
+            elif count == 1:
+                seconds += self._unhidden_s(group[0], link_s)
             tail, head = (home, here) if node.op == PARAMETER else (here, home)
             yield Arc(tail, head, seconds, link_s=link_s, adds_up=adds_up)
 
-    def _unhidden_s(self, ref: Ref, link_s: float, *, ends: bool) -> float:
+    def _unhidden_s(self, ref: Ref, link_s: float) -> float:
         """Seconds of a copy that there is no compute for, in a phase on average.
 
         That of a parameter is read before there was any, or of a gradient that is made too late.
-
-        Args:
-            ref: The parameter or the gradient.
-            link_s: Seconds of its copies.
-            ends: Whether gradients are made behind the loop.
         """
         forward, backward = self._compute_before
         if self.graph.by_name[ref.node].op != PARAMETER:
             left_s = backward[-1] - backward[self.recompute.position[ref.node]]
-            return max(0.0, link_s - (0.0 if ends else left_s))
+            return max(0.0, link_s - left_s)
         reads = zip(self.recompute.first_reads(ref), (forward, backward), strict=True)
         late = [max(0.0, link_s - before[at]) for at, before in reads if at is not None]
         return sum(late) / max(1, len(late))
