@@ -128,7 +128,10 @@ class Lanes:
         """Stages and meshes, in words; without the schedule."""
         meshes = [describe_mesh(kind.plain.mesh) for kind in self.searches]
         if len(self.kinds) > 1:
-            return f"stages of {', '.join(meshes)}"
+            alike = [(mesh, len(list(group))) for mesh, group in itertools.groupby(meshes)]
+            return "stages of " + ", ".join(
+                mesh if count == 1 else f"{count} times {mesh}" for mesh, count in alike
+            )
         return f"{len(meshes)} stages of {meshes[0]}" if len(meshes) > 1 else meshes[0]
 
     @property

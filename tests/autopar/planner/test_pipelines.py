@@ -14,7 +14,7 @@ from autopar.planner.batches import stage_counts
 from autopar.planner.driver import make_plan
 from autopar.planner.request import Request
 from autopar.search.analysis import Analysis, analyse
-from cost_models.cluster import Cluster
+from cost_models.cluster import Cluster, Devices
 from tests.oracles.models import gpt2
 
 
@@ -115,3 +115,20 @@ def test_stages_of_one_node_are_taken_where_its_network_is_slow() -> None:
     for degrees in (hint.degrees(pp=1), hint.degrees(pp=2, dp=2), hint.degrees(pp=4)):
         other = make_plan(wide(), request(slow, degrees, hint.microbatches(8)))
         assert chosen.prediction.step_s < other.prediction.step_s
+
+
+def test_stages_of_unlike_devices_share_the_work_as_they_are_fast() -> None:
+    alike = Cluster.local(4)
+    core = replace(alike.device(0), host_op_s=0.0)
+    slower = replace(
+        core,
+        kind="half a core",
+        peak_flops_per_s={kind: rate / 2 for kind, rate in core.peak_flops_per_s.items()},
+        memory_bytes_per_s=core.memory_bytes_per_s / 2,
+    )
+    runs = (Devices(device=core, count=2), Devices(device=slower, count=2))
+    slow = replace(alike.levels[0], bandwidth_bytes_per_s=2e7)
+    chosen = make_plan(wide(), request(replace(alike, devices=runs, levels=(slow,))))
+    assert chosen.num_stages == 4
+    held = [sum(len(c.nodes) for c in chosen.chunks_of(stage).values()) for stage in range(4)]
+    assert min(held[:2]) > max(held[2:])
