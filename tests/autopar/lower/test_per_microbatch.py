@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
+from collections.abc import Collection, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ from autopar.capture import Alone, Captured, capture_step, in_turn, run_graph, s
 from autopar.errors import HintError, UnsupportedError
 from autopar.ir.sharding import Mesh
 from autopar.search.analysis import analyse
-from autopar.search.stages import balanced_cuts, forward_order, split_stages
+from autopar.search.stages import balanced_cuts, forward_order, split_lanes, split_stages
 from tests.autopar.lower.test_stages import whole_plan
 from tests.oracles.alone import ALONE, apart, call
 from tests.oracles.models import Built
@@ -21,11 +24,22 @@ from tests.oracles.pipeline import assert_exact, assert_pipeline_exact, variants
 
 ONE = Mesh(("a",), (1,))
 DATA = Mesh(("dp",), (2,), roles=("dp",))
+TENSOR = Mesh(("tp",), (2,), roles=("tp",))
 MESHES = {
     "one rank": ONE,
     "dp": DATA,
     "free": Mesh(("a", "b"), (2, 2)),
 }
+
+
+def cases(
+    names: Iterable[str], meshes: Iterable[str], default: Collection[tuple[str, str, int]]
+) -> list[Any]:
+    """Every model on every mesh in 2 and 4 microbatches, all but the default ones large."""
+    return [
+        pytest.param(*case, marks=() if case in default else pytest.mark.large)
+        for case in itertools.product(names, meshes, (2, 4))
+    ]
 
 
 def captured_in(name: str, count: int) -> tuple[Built, Captured]:
@@ -70,9 +84,10 @@ def test_the_step_is_that_of_one_process(name: str, count: int) -> None:
         torch.testing.assert_close(found[ref], buffers[path])
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.large)])
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize(
+    ("name", "mesh", "count"),
+    cases(ALONE, MESHES, {("norms", "dp", 2), ("mixture", "dp", 2), ("norms", "free", 2)}),
+)
 def test_ranks_and_microbatches_are_exact(name: str, mesh: str, count: int) -> None:
     built, captured = captured_in(name, count)
     analysis = analyse(captured.graph)
@@ -82,15 +97,33 @@ def test_ranks_and_microbatches_are_exact(name: str, mesh: str, count: int) -> N
     assert_exact(*built, analysis, variants, captured)
 
 
-@pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("mesh", [ONE, DATA], ids=["one rank", "dp"])
-@pytest.mark.parametrize("name", ALONE)
-def test_pipelines_are_exact(name: str, mesh: Mesh, count: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "mesh", "count"),
+    cases(
+        ALONE,
+        ("one rank", "dp"),
+        {("norms", "one rank", 4), ("mixture", "one rank", 2), ("mixture", "dp", 4)},
+    ),
+)
+def test_pipelines_are_exact(name: str, mesh: str, count: int) -> None:
     built, captured = captured_in(name, count)
     analysis = analyse(captured.graph)
-    whole = whole_plan(analysis, mesh.with_time(count, in_turn=True))
+    whole = whole_plan(analysis, MESHES[mesh].with_time(count, in_turn=True))
     cuts = balanced_cuts([1.0] * len(forward_order(analysis)), 2)
     pipeline = split_stages(analysis, whole, cuts, (0, 1))
+    assert_pipeline_exact(*built, analysis, pipeline, captured)
+
+
+@pytest.mark.large
+def test_stages_of_unlike_meshes_run_the_same_microbatches() -> None:
+    built, captured = captured_in("mixture", 2)
+    analysis = analyse(captured.graph)
+    wholes = [
+        replace(whole_plan(analysis, mesh.with_time(2, in_turn=True)), first_rank=first)
+        for mesh, first in ((DATA, 0), (TENSOR, 2))
+    ]
+    cuts = balanced_cuts([1.0] * len(forward_order(analysis)), 2)
+    pipeline = split_lanes(analysis, wholes, cuts, (0, 1))
     assert_pipeline_exact(*built, analysis, pipeline, captured)
 
 
