@@ -208,14 +208,17 @@ class MeshSearch:
         return self.allowed * (1 - UNEVEN) if self.num_stages > 1 else self.allowed
 
     def hides_less(self, candidate: Candidate) -> bool:
-        """Whether copies hide behind less compute than was reckoned with, which is noted."""
+        """Whether copies hide behind less compute than was reckoned with, which is noted.
+
+        Where that was so once, what is fastest without any copy has a try in the end.
+        """
         found = candidate.simulation
         hidden_s = found.copy_s - found.copy_exposed_s
         hides = hidden_s / found.compute_s if found.compute_s else 0.0
-        if found.copy_exposed_s < LESS * candidate.step_s or self.hides == 0:
+        exposed = found.copy_exposed_s >= LESS * candidate.step_s
+        if self.hides == 0 or (self.hides == 1 and not exposed):
             return False
-        # Where that would hardly change anything, what is fastest without hiding has a try.
-        self.hides = hides if hides < (1 - WORTH) * self.hides else 0.0
+        self.hides = hides if exposed and hides < (1 - WORTH) * self.hides else 0.0
         return True
 
     def host_asked(self, time_limit_s: float) -> float:
@@ -268,7 +271,9 @@ class MeshSearch:
             self.joint = with_reruns(self.plain, self._near(unbound, total, time_limit_s))
         link = self.joint.problem.link
         if link is not None:
-            host = max(0.0, self.host_limit) * self.num_stages
+            # What hints ask for leaves all the same.
+            leaves = self.forced or self.hides > 0
+            host = max(0.0, self.host_limit) * self.num_stages * leaves
             link = replace(link, host_limit_bytes=host, hides=self.hides)
         problem = replace(self.joint.problem, memory_limit_bytes=total, link=link)
         problem = alike(problem) if self.alike else problem

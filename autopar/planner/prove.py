@@ -27,14 +27,21 @@ def prove(
     """Solve the meshes of all stages until what is lowered fits.
 
     A step without a pipeline is not lowered if the search models more than ``beat_s`` for it. Where
-    nothing fits that treats copies of a block unlike each other, all are treated alike.
+    copies to the host hide behind less than was reckoned with, what is fastest then is tried too,
+    and in the end what is fastest without them. Where nothing fits that treats copies of a block
+    unlike each other, all are treated alike.
     """
-    outcome = _tightened(analysis, request, search, time_limit_s, beat_s)
-    if isinstance(outcome, Candidate) or outcome.proven or outcome.too_slow:
-        return outcome
-    if not [kind for kind in search.kinds if kind.treats_alike()]:
-        return outcome
-    return _tightened(analysis, request, search, time_limit_s, beat_s)
+    best: Candidate | None = None
+    while True:
+        outcome = _tightened(analysis, request, search, time_limit_s, beat_s)
+        if isinstance(outcome, Candidate):
+            best = outcome if best is None or outcome.step_s < best.step_s else best
+            if not [kind for kind in search.kinds if kind.hides_less(outcome)]:
+                return best
+        elif best is not None or outcome.proven or outcome.too_slow:
+            return best or outcome
+        elif not [kind for kind in search.kinds if kind.treats_alike()]:
+            return outcome
 
 
 def _can_gain(
@@ -49,20 +56,17 @@ def _can_gain(
 def _tightened(
     analysis: Analysis, request: Request, search: Lanes, time_limit_s: float, beat_s: float
 ) -> Candidate | Failure:
-    """The fastest that fits, with a tighter limit whenever what is lowered does not."""
+    """The first that fits, with a tighter limit whenever what is lowered does not."""
     kinds, num_stages = search.kinds, len(search.searches)
     limits: dict[MeshSearch, float | None] = dict.fromkeys(kinds)
     least = Least(float("inf"))
-    best: Candidate | None = None
     for _ in range(ROUNDS if num_stages == 1 else PIPELINE_ROUNDS):
         solved = {kind: kind.within(limits[kind], time_limit_s) for kind in kinds}
         cramped = [k for k, (_, s) in solved.items() if not s.choice and limits[k] == k.first_limit]
-        if num_stages > 1 and cramped and best is None:
+        if num_stages > 1 and cramped:
             limits.update({kind: kind.allowed for kind in cramped})
             continue
         for kind, (found, solution) in solved.items():
-            if not solution.choice and best is not None:
-                return best
             if not solution.choice:
                 if least.num_bytes == float("inf"):
                     least = least_bytes(found.problem, time_limit_s=time_limit_s)
@@ -95,10 +99,7 @@ def _tightened(
         fitting = [kind for kind in kinds if kind.fits_host(candidate.host_bytes)]
         if not over and len(fitting) == len(kinds):
             limited = any(limit is not None for limit in limits.values())
-            now = replace(candidate, limited=limited)
-            best = now if best is None or now.step_s < best.step_s else best
-            if not [kind for kind in kinds if kind.hides_less(candidate)]:
-                return best
+            return replace(candidate, limited=limited)
         for kind in over:
             if used[kind] < least.num_bytes:
                 found, solution = solved[kind]
@@ -110,6 +111,4 @@ def _tightened(
             last = kind.allowed if limit is None else limit
             room = MORE * max(0.0, used[kind] - held[kind])
             limits[kind] = min(kind.allowed - room, last - LESS * kind.allowed)
-    if best is not None:
-        return best
     return Failure(kinds[0].plain.mesh, False, least.num_bytes, least.moment)

@@ -67,7 +67,8 @@ def search(program: IntegerProgram, columns: Columns, deadline: float, gap: floa
         return relaxed
     rounded = _dive(program, columns, relaxed, deadline, gap)
     close = rounded.objective - relaxed.bound <= max(gap, DIVE_GAP) * rounded.objective
-    if close and gap >= GAP:
+    # Rounding may end where nothing fits: then its objective is infinite, and close to anything.
+    if len(rounded.values) and close and gap >= GAP:
         return rounded
     asked, num_nodes = (gap, None) if gap < GAP else (DIVE_GAP, NUM_NODES)
     branched = run(program, deadline, asked, relaxed=False, num_nodes=num_nodes)

@@ -869,7 +869,10 @@ class _Builder:
                 name=entry.node.name,
                 count=count,
                 seconds=none,
-                resident_bytes=none,
+                resident_bytes=tuple(
+                    float(count * local_bytes(entry.node.outputs[0], strategy.outputs[0]))
+                    for strategy in entry.strategies
+                ),
                 gradient_bytes=none,
             )
         return self._parameter_choices(entry)

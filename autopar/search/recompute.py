@@ -212,7 +212,12 @@ class Recompute:
     def held(self, number: int, moment: int) -> list[Ref]:
         """Values of the class's copy there that are read at or behind a moment of the backward."""
         roots = self._roots(self.copy_at(number, moment))
-        return [ref for ref in roots if self.last_read(ref) >= moment]
+        return [ref for ref in roots if self._stays(ref) and self.last_read(ref) >= moment]
+
+    def _stays(self, ref: Ref) -> bool:
+        """Whether what is made again waits for a reader: it is made for its first one, at once."""
+        early, late = self._reading[ref]
+        return bool(late) or sum(self.runs_again(name) for name in early) > 1
 
     def may_be_needed(self, number: int, moment: int) -> bool:
         """Whether the class's copy there can have run again by a moment."""

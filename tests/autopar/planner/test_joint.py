@@ -68,6 +68,15 @@ def test_joint_fits_where_sharding_first_does_not(part: float) -> None:
     assert joint(plain, limit).status == "optimal"
 
 
+def test_joint_is_a_tenth_faster_where_both_fit() -> None:
+    """Splitting two of the layers keeps less than copying to the host can carry."""
+    plain = problem_of(mlp(16, 16, 4, 32), hosted(2, 1e9))
+    limit = 0.75 * unbound_bytes(plain)
+    first, both = sequential(plain, limit), joint(plain, limit)
+    assert first.status == both.status == "optimal"
+    assert both.objective_s < 0.9 * first.objective_s
+
+
 def test_plans_are_never_slower_than_sharding_first() -> None:
     """Lowered and simulated; Llama's halves do not fit at all where sharding comes first."""
     cluster = hosted(2, 1e9)
@@ -79,7 +88,7 @@ def test_plans_are_never_slower_than_sharding_first() -> None:
         first = planned_on(analysis, cluster, TWO, limit, sharded_first)
         both = planned_on(analysis, cluster, TWO, limit)
         assert both is not None and (first is not None) == fits
-        assert first is None or both.step_s < first.step_s
+        assert first is None or both.step_s <= first.step_s * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("parts", [(0.5, 0.6, 0.75, 0.9, 1.0)])
