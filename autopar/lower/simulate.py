@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -162,7 +162,7 @@ class Simulation:
     num_launched: int
     peak_bytes: int
     peak_at: int
-    peak_origins: tuple[tuple[str, Phase], ...]
+    peak_origins: tuple[tuple[str, Phase], ...] = field(compare=False)
     saved_bytes: int
     gradient_bytes: int
     host_bytes: int

@@ -4,7 +4,8 @@ Nodes are lowered in order. Each operand is brought from the shardings in which 
 one its node needs, by the cheapest steps; what was made so is there for later needs of the same
 phase. From the forward into the backward a value lives only in the shardings the plan keeps. What
 the plan recomputes does not live on at all: its nodes run again before the first backward node that
-needs them, in the order of the graph, from what is kept. What it offloads is copied to host memory
+needs them, in the order of the graph, from what is kept; where the plan forgets what they made,
+they run once more for the next one that needs it. What it offloads is copied to host memory
 at the end of the forward, and back before the first backward node that needs it. A parameter whose
 home is host memory is brought to the device in every section that reads it, as one that is split is
 gathered there; its gradient goes to the host as soon as it is reduced.
@@ -465,6 +466,7 @@ class _Lowering:
         if self._section_of(node, self.plans[node.name]) is Section.EPILOGUE:
             self.behind[node.name] = None
         else:
+            self._forget(node)
             self._node(node)
             self._reduce_gradients(node)
 
@@ -531,6 +533,26 @@ class _Lowering:
             and not self._is_recomputed(root)
             and self._made_in(root) is Section.FORWARD
         )
+
+    def _forget(self, node: Node) -> None:
+        """Drop what a backward node, and those behind it, are to find only by making it again."""
+        for name in self.stage.forgotten.get(node.name, ()):
+            self.remade.discard(name)
+            for index in range(len(self.graph.by_name[name].outputs)):
+                root = Ref(name, index)
+                places = self.there.get(root, {})
+                self.there[root] = {p: ref for p, ref in places.items() if p[0] not in BACKWARDS}
+                for view in self._views_of.get(root, ()):
+                    for key in [k for k in self.views if k[0] == view and k[1][0] in BACKWARDS]:
+                        del self.views[key]
+
+    @cached_property
+    def _views_of(self) -> Mapping[Ref, tuple[Ref, ...]]:
+        """Every view of a value."""
+        found: dict[Ref, dict[Ref, None]] = {}
+        for alias in self.aliases.values():
+            found.setdefault(alias.root, {}).update(dict.fromkeys(map(Ref, alias.chain)))
+        return {root: tuple(views) for root, views in found.items()}
 
     def _recompute(self, root: Ref, section: Section) -> None:
         """Run the node of a value again, behind those that it reads and that are not kept."""

@@ -272,6 +272,12 @@ def _check_recomputed(stage: StagePlan, graph: Graph) -> None:
             raise _edited(f"it recomputes node {name!r}, which does not run there")
         if graph.by_name[name].phase is not Phase.FORWARD:
             raise _edited(f"it recomputes node {name!r}, which runs in the backward")
+    again = set(stage.recomputed)
+    for reader, names in stage.forgotten.items():
+        if reader not in placed or graph.by_name[reader].phase is not Phase.BACKWARD:
+            raise _edited(f"it forgets results before {reader!r}, which is no backward node there")
+        for name in set(names) - again:
+            raise _edited(f"it forgets what {name!r} makes, which it does not recompute")
 
 
 def _check_offloaded(stage: StagePlan, graph: Graph) -> None:

@@ -238,6 +238,8 @@ class StagePlan:
         kept: Value (as text) to the shardings in which it is kept from forward to backward.
         recomputed: Forward nodes that run again in the backward instead of having their results
             kept.
+        forgotten: Backward node to the recomputed nodes whose results are dropped before it: what
+            reads them from there on makes them once more.
         offloaded: Of what is kept, the values (as text) that wait for the backward in host memory.
         added_up: Value (as text) to the sharding in which the terms of microbatches are added up;
             what is not here is added up as it is made, and joined over ranks once.
@@ -250,6 +252,7 @@ class StagePlan:
     nodes: tuple[NodePlan, ...]
     kept: Mapping[str, tuple[Sharding, ...]]
     recomputed: tuple[str, ...] = ()
+    forgotten: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     offloaded: tuple[str, ...] = ()
     added_up: Mapping[str, Sharding] = field(default_factory=dict)
 

@@ -31,12 +31,13 @@ from autopar.planner.lanes import Lanes, prepare
 from autopar.planner.parts import least_step_s, parts
 from autopar.planner.pipeline import Layout
 from autopar.planner.pipelines import Pipelines
-from autopar.planner.prove import prove
+from autopar.planner.prove import SPARSE, prove, prove_sparse
 from autopar.planner.request import Candidate, Failure, Request
 from autopar.search.analysis import Analysis
 from autopar.search.build import Built
 from autopar.search.collection import no_collection
 from autopar.search.outer import proportional, stage_meshes, with_shares
+from autopar.search.recompute import recompute_of
 
 
 @no_collection()
@@ -61,6 +62,8 @@ def make_plan(analysis: Analysis, request: Request) -> Plan:
         if left_s > 0 and least_step_s(analysis, part) < best_s:
             outers[part] = _Outer(analysis, part.asked(request, time_limit_s=left_s), settled)
             outers[part].run_if_allowed()
+    if not any(own.found for own in outers.values()):
+        outer.run_sparse()
     found = [part.moved(c) for part, own in outers.items() for c in own.found]
     if not found:
         conflict = keep_conflict(analysis, outer.request, settled, outer.failures)
@@ -100,6 +103,7 @@ class _Outer:
         failures: What does not.
         ideal_s: Least seconds of a step without a pipeline if nothing moved, over meshes tried.
         cut_short: Whether the clock ended the search.
+        sparse: Whether not every copy of a block keeps what it hands to the next.
     """
 
     def __init__(self, analysis: Analysis, request: Request, settled: Settled) -> None:
@@ -112,10 +116,22 @@ class _Outer:
         self.failures: list[Failure] = []
         self.ideal_s = math.inf
         self.cut_short = False
+        self.sparse = False
 
     @property
     def seconds(self) -> float:
         return time.perf_counter() - self.start
+
+    def run_sparse(self) -> None:
+        """Try it all again with sparser checkpoints, if there are blocks: nothing fits without.
+
+        What fails once more is not said again.
+        """
+        may = recompute_of(self.analysis, in_loop=False, allowed=True, every=SPARSE[0])
+        if any(may.handed_on.values()) and self.left_s > 1:
+            failures, self.sparse = list(self.failures), True
+            self.run()
+            self.failures = failures
 
     def run(self) -> None:
         """Try what the hints leave."""
@@ -225,7 +241,10 @@ class _Outer:
         return self.finish(search, beat_s)
 
     def finish(self, search: Lanes, beat_s: float = math.inf) -> Candidate | None:
-        outcome = prove(self.analysis, self.request, search, self.left_s, beat_s)
+        if self.sparse:
+            outcome = prove_sparse(self.analysis, self.request, search, self.left_s)
+        else:
+            outcome = prove(self.analysis, self.request, search, self.left_s, beat_s)
         if isinstance(outcome, Candidate):
             self.found.append(outcome)
             self.tried.append((search.under(outcome.schedule), outcome.objective_s))

@@ -113,10 +113,10 @@ def _every_rank(
     """What a step takes on every distinct rank: simulation, memory, update; and its device.
 
     With few copies of repeated blocks; with more where those at the edges of a stretch differ, in
-    the end with all. What goes to the host waits for what went before it, from block to block: then
-    no stretch repeats.
+    the end with all. What goes to the host waits for what went before it, from block to block, and
+    what is forgotten differs from block to block: then no stretch repeats.
     """
-    for beside in () if stage.copies else (REACH, REACH + 1):
+    for beside in () if stage.copies or stage.forgotten else (REACH, REACH + 1):
         try:
             return _ranks_of(analysis, request, cost, shorten(analysis, (stage,), beside=beside))
         except NotPeriodicError:

@@ -24,6 +24,7 @@ from autopar.search.build import (
 )
 from autopar.search.intra import away_bytes, fits, solve
 from autopar.search.problem import Solution, alike
+from autopar.search.recompute import recompute_of
 from cost_models.cluster import Device
 
 UNEVEN = 0.1
@@ -201,6 +202,7 @@ class MeshSearch:
         self.hides = 1.0
         self.joint: Built | None = None
         self.alike = False
+        self.every = 1
 
     @property
     def first_limit(self) -> float:
@@ -248,6 +250,15 @@ class MeshSearch:
         before, self.joint = self.joint, with_moment(self.joint, node)
         return self.joint is not before
 
+    def keeps_every(self, copies: int) -> bool:
+        """Keep what only every so many copies of a block hand on; whether there are such blocks."""
+        self.every, self.joint, self.alike = copies, None, False
+        builder = self.plain.builder
+        in_loop = builder.mesh.time_axis is not None
+        found = recompute_of(builder.analysis, in_loop=in_loop, allowed=True, every=copies)
+        hints = builder.restrictions
+        return any(found.handed_on.values()) and not (hints.keep or hints.offload)
+
     def treats_alike(self) -> bool:
         """Whether copies of a block could still run different ops again; from here on they do not.
 
@@ -268,7 +279,8 @@ class MeshSearch:
             return self.plain, unbound
         total = None if limit is None else limit * self.num_stages
         if self.joint is None:
-            self.joint = with_reruns(self.plain, self._near(unbound, total, time_limit_s))
+            near = self._near(unbound, total, time_limit_s)
+            self.joint = with_reruns(self.plain, near, every=self.every)
         link = self.joint.problem.link
         if link is not None:
             # What hints ask for leaves all the same.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from autopar.cost.node import NodeCost, local_bytes
@@ -38,6 +39,7 @@ def _recomputed(
     analysis: Analysis, cost: NodeCost, stage: StagePlan, late: set[Ref]
 ) -> Iterator[Saving]:
     again = set(stage.recomputed)
+    more = Counter(name for names in stage.forgotten.values() for name in names)
     for plan in stage.nodes:
         if plan.name not in again:
             continue
@@ -52,9 +54,8 @@ def _recomputed(
                 )
                 if Ref(plan.name, index) in late
             ),
-            seconds=cost.seconds(
-                node, analysis.rules[plan.name], types, plan.operands, plan.outputs
-            ),
+            seconds=(1 + more[plan.name])
+            * cost.seconds(node, analysis.rules[plan.name], types, plan.operands, plan.outputs),
         )
 
 

@@ -400,7 +400,7 @@ class _Builder:
                 divisible=len(group) > 1,
                 fixed_needs=tuple(sorted(set(fixed))),
                 no_keep=self._not_kept(node, layouts),
-                rerun=self.rerun_of.get(producer) if node.phase is Phase.FORWARD else None,
+                rerun=self._rerun_of(group),
                 again=tuple(dict.fromkeys(again)),
                 leave=self._leave(group, layouts, bool(backward)) if backward or again else None,
                 late=node.phase is Phase.BACKWARD,
@@ -493,6 +493,12 @@ class _Builder:
                 found.append(least.get(node.name, 0.0) if node.phase is phase else 0.0)
         forward, backward = (list(itertools.accumulate(each, initial=0.0)) for each in own)
         return forward, backward
+
+    def _rerun_of(self, group: Sequence[Ref]) -> int | None:
+        """The rerun that makes some of a class of values again."""
+        if not any(self.recompute.runs_again(ref.node) for ref in group):
+            return None
+        return self.rerun_of.get(self._class_of(group[0].node))
 
     def _needed(self, reader: int, port: object, ref: Ref) -> list[Sharding]:
         """Sharding of the root that each choice of the reading class needs."""
@@ -613,14 +619,19 @@ class _Builder:
 
     # -- recompute ------------------------------------------------------------------------------
 
-    def allow_reruns(self, near: Sequence[Sequence[int]]) -> None:
-        """Let what can run again in the backward do so, under these choices of every entry."""
+    def allow_reruns(self, near: Sequence[Sequence[int]], every: int) -> None:
+        """Let what can run again in the backward do so.
+
+        Args:
+            near: Choices of every entry.
+            every: Of how many copies of a block one keeps what it hands on.
+        """
         self.entries = tuple(
             Entry(entry.classes, tuple(entry.choices[number] for number in numbers))
             for entry, numbers in zip(self.all_entries, near, strict=True)
         )
         self.recompute = recompute_of(
-            self.analysis, in_loop=self.mesh.time_axis is not None, allowed=True
+            self.analysis, in_loop=self.mesh.time_axis is not None, allowed=True, every=every
         )
         self.rerun_of = {c: n for n, c in enumerate(sorted(self.recompute.classes))}
         self.leaves = has_host_memory(self.cost.device)
@@ -657,7 +668,7 @@ class _Builder:
                     node=entry,
                     count=len(names),
                     seconds=tuple(
-                        seconds + len(names) * AGAIN_S
+                        seconds * self._runs(number) + len(names) * AGAIN_S
                         for seconds in self._seconds(
                             self.classes[number], self._strategies_of(number)
                         )
@@ -666,9 +677,19 @@ class _Builder:
                     most=1.0 - len(may_not) / len(names),
                 )
             )
+            again = self.recompute.handed_on.get(number)
+            if again is not None:
+                share = len(again) / len(names)
+                found[-1] = replace(found[-1], least=share, most=share)
+                must, may_not = set(again), set(names) - again
             rank = {name: 0 if name in must else 2 if name in may_not else 1 for name in names}
             members.append(tuple(sorted(names, key=rank.__getitem__)))
         return tuple(found), tuple(members)
+
+    def _runs(self, number: int) -> float:
+        """How often a member of a class runs again, if it does, on average over copies."""
+        share = self.recompute.dense.get(number, 0.0)
+        return 1.0 + share if self.recompute.own_need(number) else 1.0
 
     def _matching(self, names: Sequence[str], patterns: Sequence[str]) -> set[str]:
         by_name = self.graph.by_name
@@ -777,6 +798,11 @@ class _Builder:
         held: dict[int, tuple[float, ...]] = {}
         needed, through = set(), []
         for number, rerun in self.rerun_of.items():
+            if number in recompute.handed_on and recompute.is_late(at):
+                if together := recompute.remade_together(number, at):
+                    needed.add(rerun)
+                    held[rerun] = self._handed_on_bytes(number, together)
+                continue
             if not recompute.is_late(at) or not recompute.may_be_needed(number, at):
                 continue
             if recompute.needed_by(number, at):
@@ -800,6 +826,16 @@ class _Builder:
             passing=self._passing(recompute, at),
             back=tuple(back) if self.leaves else (),
         )
+
+    def _handed_on_bytes(self, number: int, copies: int) -> tuple[float, ...]:
+        """Bytes, under every choice, of what so many copies hand on.
+
+        For the share of the members that runs again: the solver multiplies by it.
+        """
+        made = self.classes[number]
+        share = len(self.recompute.handed_on[number]) / len(made.members)
+        columns = [self._bytes_of(number, index) for index in range(len(made.node.outputs))]
+        return tuple(copies * sum(sizes) / share for sizes in zip(*columns, strict=True))
 
     def _passing(self, recompute: Recompute, at: int) -> tuple[tuple[int, tuple[float, ...]], ...]:
         """Bytes, under every choice, of what entries make and read in the phase of a moment."""
@@ -1037,13 +1073,14 @@ def build_problem(
     )
 
 
-def with_reruns(built: Built, solutions: Sequence[Solution] = ()) -> Built:
+def with_reruns(built: Built, solutions: Sequence[Solution] = (), *, every: int = 1) -> Built:
     """The problem in which forward nodes may run again, and what is kept may leave the device.
 
     Args:
         built: The problem without.
         solutions: Solutions of that problem, or of one of its kind: every node may choose what one
             of them chooses. With none, every node has all its choices.
+        every: Of how many copies of a block one keeps what it hands to the next.
     """
     builder = built.builder
     near: list[list[int]] = [list(range(len(e.choices))) for e in builder.all_entries]
@@ -1051,7 +1088,7 @@ def with_reruns(built: Built, solutions: Sequence[Solution] = ()) -> Built:
         near = [
             sorted({n for s in solutions for n in _chosen(s, index)}) for index in range(len(near))
         ]
-    builder.allow_reruns(near)
+    builder.allow_reruns(near, every)
     values, roots, layouts = builder.values()
     reruns, members = builder.reruns()
     problem = replace(

@@ -91,6 +91,7 @@ def decode(built: Built, analysis: Analysis, solution: Solution) -> StagePlan:
         nodes=tuple(nodes),
         kept=kept,
         recomputed=tuple(node.name for node in graph.nodes if node.name in recomputed),
+        forgotten=built.builder.recompute.forgotten(recomputed),
         offloaded=tuple(value for value in kept if value in offloaded),
         added_up=added_up,
     )

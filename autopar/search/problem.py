@@ -250,11 +250,12 @@ def alike(problem: Problem) -> Problem:
 
     Then its memory sums hold for every copy of a block, and not for their average.
     """
+    fixed = [rerun.least == rerun.most for rerun in problem.reruns]
     return replace(
         problem,
-        reruns=tuple(replace(rerun, count=1) for rerun in problem.reruns),
+        reruns=tuple(r if r.least == r.most else replace(r, count=1) for r in problem.reruns),
         values=tuple(
-            value if value.rerun is None else replace(value, divisible=False)
+            value if value.rerun is None or fixed[value.rerun] else replace(value, divisible=False)
             for value in problem.values
         ),
     )

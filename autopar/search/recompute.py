@@ -4,14 +4,20 @@ A forward node is *recomputable* if nothing but the loop it stands in reads it: 
 made of the batch or of parameters before the loop, and what one copy of a repeated block hands to
 the next (its checkpoint) are kept. Memory is counted at *moments*: places of the step. Of what is
 kept, a moment holds what is still to be read; of what ran again, what was needed by then and will
-be read again; of everything else, what is made and still read in the same phase. Folded blocks
+be read again; of everything else, what is made and still read in the same phase.
+
+With *sparse* checkpoints every k-th copy of a block alone keeps what it hands on. The k copies
+behind a checkpoint first run forward again together, holding what they hand on alone, and then each
+once more where its own backward needs it: k - 1 values handed on, and the inside of one block.
+
+Folded blocks
 are seen through the copy whose backward runs at the moment: the last one where nothing else is
 said, whose backward runs first, while everything kept of the others still waits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -29,9 +35,9 @@ NEVER = -1
 
 
 @lru_cache(maxsize=8)
-def recompute_of(analysis: Analysis, *, in_loop: bool, allowed: bool) -> Recompute:
+def recompute_of(analysis: Analysis, *, in_loop: bool, allowed: bool, every: int = 1) -> Recompute:
     """`Recompute` of a step, made once."""
-    return Recompute(analysis, in_loop, allowed)
+    return Recompute(analysis, in_loop, allowed, every)
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,11 +48,13 @@ class Recompute:
         analysis: The step.
         in_loop: Whether microbatches are planned: what runs before the loop is not recomputed.
         allowed: Whether anything is.
+        every: Of how many copies of a block one keeps what it hands on.
     """
 
     analysis: Analysis
     in_loop: bool
     allowed: bool
+    every: int = 1
 
     @cached_property
     def classes(self) -> frozenset[int]:
@@ -69,7 +77,10 @@ class Recompute:
             return False
         if self.in_loop and name not in analysis.looped:
             return False
-        return not any(self._hands_on(name, reader) for reader in self._forward_readers(name))
+        return not any(
+            self._hands_on(name, reader) and not self._may_hand_on(name, reader)
+            for reader in self._forward_readers(name)
+        )
 
     def _hands_on(self, maker: str, reader: str) -> bool:
         """Whether a value goes from one copy of a repeated block to another, or out of it."""
@@ -78,6 +89,91 @@ class Recompute:
         if len(made_by) == 1:
             return False
         return len(made_by) != len(read_by) or self._copy[maker] != self._copy[reader]
+
+    def _may_hand_on(self, maker: str, reader: str) -> bool:
+        """Whether a value that goes to the next copy, or out of the last one, may run again."""
+        if self.every == 1:
+            return False
+        copies = self.analysis.copies.of
+        made, read = copies.get(maker), copies.get(reader)
+        if made is None:
+            return False
+        if read is not None and made.run == read.run:
+            return abs(read.index - made.index) == 1
+        return maker == self.analysis.folding.classes[self.analysis.folding.of[maker]][-1]
+
+    @cached_property
+    def handed_on(self) -> Mapping[int, frozenset[str]]:
+        """Of every class that hands on and may run again, the members that do: not every k-th."""
+        found = {}
+        for number in self.classes if self.every > 1 else ():
+            names = self.analysis.folding.classes[number]
+            pairs = ((name, reader) for name in names for reader in self._forward_readers(name))
+            if any(self._hands_on(*pair) for pair in pairs):
+                found[number] = frozenset(
+                    name for at, name in enumerate(names[:-1], start=1) if at % self.every
+                )
+        return found
+
+    @cached_property
+    def dense(self) -> Mapping[int, float]:
+        """Of every class that runs again to hand something on, the share of copies that do so."""
+        found: dict[int, float] = {}
+        of, by_name = self.analysis.folding.of, self.analysis.graph.by_name
+        for number, again in self.handed_on.items():
+            names = self.analysis.folding.classes[number]
+            waiting, seen = [sorted(again)[0]] if again else [], set()
+            while waiting:
+                name = waiting.pop()
+                for ref in by_name[name].operands:
+                    maker = self.analysis.root(ref).root.node
+                    inside = self.runs_again(maker) and of[maker] not in self.handed_on
+                    if inside and maker not in seen:
+                        seen.add(maker)
+                        waiting.append(maker)
+            for name in seen:
+                share = len(again) / len(names)
+                found[of[name]] = max(found.get(of[name], 0.0), share)
+        return found
+
+    def own_need(self, number: int) -> bool:
+        """Whether a class runs again for the backward of its own copy, not to hand on alone."""
+        return number in self._needed_inside
+
+    @cached_property
+    def _needed_inside(self) -> frozenset[int]:
+        of, found = self.analysis.folding.of, set()
+        for name in self._forward_backwards:
+            if name not in of:
+                continue
+            inside = (of[r] for r in self._forward_readers(name) if of.get(r) in self.classes)
+            if self._late(name) or any(r in found and r not in self.handed_on for r in inside):
+                found.add(of[name])
+        return frozenset(found)
+
+    def forgotten(self, recomputed: Collection[str]) -> Mapping[str, tuple[str, ...]]:
+        """Backward node to what ran again to hand something on, and is dropped before it.
+
+        Args:
+            recomputed: What runs again.
+        """
+        copies, found = self.analysis.copies.of, dict[str, list[str]]()
+        handing = {
+            (copies[name].run, copies[name].index)
+            for names in self.handed_on.values()
+            for name in names
+        }
+        inside: dict[tuple[int, int], list[str]] = {}
+        for name in recomputed:
+            place = copies.get(name)
+            handed = self.analysis.folding.of[name] in self.handed_on
+            if place is not None and not handed and (place.run, place.index) in handing:
+                inside.setdefault((place.run, place.index), []).append(name)
+        for names in inside.values():
+            first = min((at for name in names for at in self._late(name)), default=NEVER)
+            if first != NEVER:
+                found.setdefault(self.analysis.graph.nodes[first].name, []).extend(names)
+        return {reader: tuple(names) for reader, names in found.items()}
 
     @cached_property
     def _copy(self) -> Mapping[str, int]:
@@ -140,7 +236,9 @@ class Recompute:
         return [at for ref in self._roots(name) for at in self._reading[ref][1]]
 
     def runs_again(self, name: str) -> bool:
-        return self.analysis.folding.of.get(name) in self.classes
+        """Whether a node may run again."""
+        number = self.analysis.folding.of.get(name)
+        return number in self.classes and name in self.handed_on.get(number, (name,))
 
     @cached_property
     def _first_needed(self) -> Mapping[str, int]:
@@ -222,6 +320,11 @@ class Recompute:
     def may_be_needed(self, number: int, moment: int) -> bool:
         """Whether the class's copy there can have run again by a moment."""
         return self._earliest[self.copy_at(number, moment)] <= moment
+
+    def remade_together(self, number: int, moment: int) -> int:
+        """Of how many copies a moment holds what they hand on and that ran again, at most."""
+        last = max(self.handed_on[number], key=self.position.__getitem__, default=None)
+        return self.every - 1 if last is not None and self._earliest[last] <= moment else 0
 
     def passing(self, moment: int) -> Iterator[tuple[int, int, int]]:
         """(class, output, number) of values that live at a moment of the phase that makes them."""

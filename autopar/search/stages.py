@@ -236,6 +236,12 @@ class _Splitter:
                     nodes=tuple(n for n in whole.nodes if n.name in members[stage]),
                     parameters=tuple(p for p in whole.parameters if owners[p.name] == stage),
                     recomputed=tuple(n for n in whole.recomputed if n in members[stage]),
+                    forgotten={
+                        reader: own
+                        for reader, names in whole.forgotten.items()
+                        if reader in members[stage]
+                        and (own := tuple(n for n in names if n in members[stage]))
+                    },
                     offloaded=self._read_late(whole, members[stage]),
                 )
             )

@@ -91,3 +91,16 @@ def offloading(analysis: Analysis, stage: StagePlan, draw: random.Random) -> Sta
         and draw.random() < share
     ]
     return replace(stage, offloaded=tuple(names))
+
+
+def forgetting(analysis: Analysis, stage: StagePlan, draw: random.Random) -> StagePlan:
+    """The stage with what it recomputes dropped before random nodes of the backward."""
+    late = [
+        plan.name
+        for plan in stage.nodes
+        if analysis.graph.by_name[plan.name].phase is Phase.BACKWARD and draw.random() < 0.05
+    ]
+    forgotten = {
+        name: tuple(own for own in stage.recomputed if draw.random() < 0.5) for name in late
+    }
+    return replace(stage, forgotten={name: own for name, own in forgotten.items() if own})

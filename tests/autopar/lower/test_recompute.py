@@ -13,7 +13,7 @@ from autopar.search.analysis import analyse
 from cost_models.cluster import Cluster
 from tests.oracles.models import DRAWING, MODELS, Built
 from tests.oracles.pipeline import assert_exact, programs_of, variants_of
-from tests.oracles.random_plans import random_stage, recomputing
+from tests.oracles.random_plans import forgetting, random_stage, recomputing
 
 MESHES = {
     "one rank": Mesh(("a",), (1,)),
@@ -23,14 +23,17 @@ MESHES = {
 }
 
 
-def exact(built: Built, mesh: Mesh, seed: int) -> int:
+def exact(built: Built, mesh: Mesh, seed: int, *, forgets: bool = False) -> int:
     """How many instructions run again."""
     model, batch, loss = built
     captured = capture_step(model, batch, loss, grad=True)
     analysis = analyse(captured.graph)
     collective_s = axis_seconds(Cluster.local(mesh.num_ranks), mesh)
     stage = random_stage(analysis, mesh, seed)
-    again = recomputing(analysis, stage, random.Random(seed))
+    draw = random.Random(seed)
+    again = recomputing(analysis, stage, draw)
+    if forgets:
+        again = forgetting(analysis, again, draw)
     if mesh.time_axis is None:
         programs = programs_of(analysis, again, collective_s)
         plain = programs_of(analysis, stage, collective_s)[0]
@@ -50,6 +53,12 @@ def test_random_recompute_is_exact(name: str, mesh: str) -> None:
     assert added > 0
 
 
+def test_what_is_forgotten_and_made_once_more_is_exact() -> None:
+    once, more = (exact(MODELS["gpt2"](), MESHES["one rank"], 0, forgets=f) for f in (False, True))
+    assert more > once
+    assert exact(MODELS["mlp"](), MESHES["microbatches"], 1, forgets=True) > 0
+
+
 @pytest.mark.parametrize("mesh", ["free", "microbatches"])
 def test_what_is_drawn_again_is_the_same(mesh: str) -> None:
     assert exact(DRAWING["drawing"](), MESHES[mesh], seed=0) > 0
@@ -60,4 +69,4 @@ def test_what_is_drawn_again_is_the_same(mesh: str) -> None:
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", MODELS | DRAWING)
 def test_more_random_recompute_is_exact(name: str, mesh: str, seed: int) -> None:
-    exact((MODELS | DRAWING)[name](), MESHES[mesh], seed)
+    exact((MODELS | DRAWING)[name](), MESHES[mesh], seed, forgets=seed % 2 == 0)

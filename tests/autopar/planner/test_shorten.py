@@ -97,7 +97,10 @@ def assert_same(analysis: Analysis, stage: StagePlan, host_op_s: float) -> None:
     found = asdict(ours)
     for name, value in asdict(whole).items():
         own = found[name]
-        if name == "collectives":
+        if name == "peak_origins":
+            # Behind the peak, there are more copies where there are all.
+            assert own[0] == value[0]
+        elif name == "collectives":
             for use, wanted in zip(own, value, strict=True):
                 assert use.pop("seconds") == pytest.approx(wanted.pop("seconds"), rel=1e-9)
                 assert use == wanted

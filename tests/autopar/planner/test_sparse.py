@@ -1,0 +1,82 @@
+"""Plans within so little memory that not every block keeps what it hands to the next."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar import hint
+from autopar.capture import capture_step
+from autopar.cost.node import axis_seconds
+from autopar.plan.records import Plan
+from autopar.planner.driver import make_plan
+from autopar.planner.lanes import MeshSearch
+from autopar.planner.request import Request
+from autopar.search.analysis import Analysis, analyse
+from cost_models.cluster import Cluster
+from tests.oracles.live import counted_peaks
+from tests.oracles.models import gpt2
+from tests.oracles.pipeline import assert_exact, programs_of, values_of
+from tests.oracles.recomputes import ONE
+from tests.oracles.sequential import Make, planned_on
+
+
+def keeping_every(copies: int) -> Make:
+    def make(search: MeshSearch) -> MeshSearch:
+        assert search.keeps_every(copies)
+        return search
+
+    return make
+
+
+def planned(analysis: Analysis, limit_bytes: int | None = None) -> Plan:
+    hints = [hint.microbatches(1)]
+    if limit_bytes is not None:
+        hints.append(hint.memory_limit(limit_bytes))
+    request = Request(model="m", fingerprint="f", cluster=Cluster.local(1), hints=tuple(hints))
+    return make_plan(analysis, request)
+
+
+def test_checkpoints_become_sparser_where_nothing_else_fits() -> None:
+    """Of 24 layers' inputs, 24 are kept; then 8, two more being made at a time."""
+    analysis = analyse(capture_step(*gpt2(layers=24, batch=256), grad=True).graph)
+    free = planned(analysis)
+    resident = free.prediction.memory.parameters_bytes + free.prediction.memory.optimizer_bytes
+    made = free.prediction.memory.total_bytes - resident
+    dense, sparse = (planned(analysis, resident + int(p * made)) for p in (0.1, 0.068))
+    assert not dense.stage.forgotten
+    assert sparse.stage.forgotten
+    assert sparse.prediction.memory.total_bytes <= resident + int(0.068 * made)
+    assert sparse.prediction.step_s > dense.prediction.step_s
+    kept = [value for value in sparse.stage.kept if value.partition(":")[0] in sums(analysis)]
+    assert 2 * len(kept) <= 24
+
+
+def sums(analysis: Analysis) -> set[str]:
+    """What blocks hand on."""
+    of = analysis.copies.of
+    return {
+        ref.node
+        for node in analysis.graph.nodes
+        for ref in node.operands
+        if node.name in of and ref.node in of and of[node.name].index - of[ref.node].index == 1
+    }
+
+
+@pytest.mark.parametrize("copies", [2, 3])
+def test_sparse_checkpoints_are_exact_and_hold_what_is_predicted(copies: int) -> None:
+    built = gpt2(layers=6, batch=8)
+    captured = capture_step(*built, grad=True)
+    analysis = analyse(captured.graph)
+    cluster = Cluster.local(1)
+    free = planned_on(analysis, cluster, ONE, float("inf"))
+    assert free is not None
+    found = planned_on(analysis, cluster, ONE, 0.5 * free.memory.total_bytes, keeping_every(copies))
+    assert found is not None
+    stage = found.pipeline.stages[0]
+    assert stage.forgotten
+    programs = programs_of(analysis, stage, axis_seconds(cluster, ONE))
+    assert_exact(*built, analysis, programs, captured)
+    counts, _ = counted_peaks(programs, values_of(built[0], built[1], analysis, captured))
+    memory = found.memory
+    entered = memory.parameters_bytes + memory.inputs_bytes + memory.buffers_bytes
+    assert entered + memory.optimizer_bytes + counts[0].peak_bytes == memory.total_bytes
