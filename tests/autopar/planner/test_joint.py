@@ -77,6 +77,7 @@ def test_joint_is_a_tenth_faster_where_both_fit() -> None:
     assert both.objective_s < 0.9 * first.objective_s
 
 
+@pytest.mark.large
 def test_plans_are_never_slower_than_sharding_first() -> None:
     """Lowered and simulated; Llama's halves do not fit at all where sharding comes first."""
     cluster = hosted(2, 1e9)

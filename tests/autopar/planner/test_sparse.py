@@ -36,6 +36,7 @@ def planned(analysis: Analysis, limit_bytes: int | None = None) -> Plan:
     return make_plan(analysis, request)
 
 
+@pytest.mark.large
 def test_checkpoints_become_sparser_where_nothing_else_fits() -> None:
     """Of 24 layers' inputs, 24 are kept; then 8, two more being made at a time."""
     analysis = analyse(capture_step(*gpt2(layers=24, batch=256), grad=True).graph)
@@ -62,7 +63,7 @@ def sums(analysis: Analysis) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("copies", [2, 3])
+@pytest.mark.parametrize("copies", [pytest.param(2, marks=pytest.mark.large), 3])
 def test_sparse_checkpoints_are_exact_and_hold_what_is_predicted(copies: int) -> None:
     built = gpt2(layers=6, batch=8)
     captured = capture_step(*built, grad=True)
