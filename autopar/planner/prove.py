@@ -26,6 +26,7 @@ SPARSE = (2, 3, 4, 6, 8, 12, 16)
 LOOSE = 0.1
 """Of the memory, what is allowed by sums beyond it where only a part of a class would fit."""
 
+
 def prove(
     analysis: Analysis, request: Request, search: Lanes, time_limit_s: float, beat_s: float
 ) -> Candidate | Failure:
