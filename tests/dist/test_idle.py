@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,9 @@ from torch.utils.data import DataLoader
 
 import autopar
 from autopar import hint
+from autopar.errors import RuntimeFailure
+from autopar.runtime import groups
+from tests.dist.pool import Pool
 from tests.dist.test_interface import compiled
 from tests.dist.training import (
     assert_close,
@@ -162,3 +167,34 @@ def frozen() -> None:
 
 def test_parameters_are_frozen_on_idle_ranks_too(pool: Any) -> None:
     pool(4).run(frozen)
+
+
+@pytest.fixture
+def fresh_pool() -> Iterator[Pool]:
+    """A pool of its own: what runs in it breaks it."""
+    made = Pool(3)
+    yield made
+    made.close()
+
+
+def with_a_dead_rank(dead: int) -> str:
+    """The error of a step in which a rank ends, on the others."""
+    groups.SETTLE_S = 2.0
+    parallel, batch = compiled(hints=(hint.ranks(2), hint.degrees(dp=2, tp=1)))
+    parallel(batch).backward()
+    if dist.get_rank() == dead:
+        os._exit(3)
+    with pytest.raises(RuntimeFailure) as caught:
+        for _ in range(2):  # what was sent to a rank may look delivered once
+            parallel(batch).backward()
+    return str(caught.value)
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("dead", [1, 2])
+def test_no_rank_waits_for_one_that_died(fresh_pool: Pool, dead: int) -> None:
+    outcomes = fresh_pool.outcomes(with_a_dead_rank, dead, timeout_s=60)
+    for rank, (ok, found, text) in enumerate(outcomes):
+        assert ok == (rank != dead), text
+        if ok:
+            assert f"rank {dead} gave no sign of life" in found or "failed in" in found, found
