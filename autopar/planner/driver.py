@@ -36,7 +36,7 @@ from autopar.planner.request import Candidate, Failure, Request
 from autopar.search.analysis import Analysis
 from autopar.search.build import Built
 from autopar.search.collection import no_collection
-from autopar.search.outer import proportional, stage_meshes, with_shares
+from autopar.search.outer import flat_mesh, is_free, proportional, stage_meshes, with_shares
 from autopar.search.recompute import recompute_of
 
 
@@ -147,6 +147,8 @@ class _Outer:
         layout = self._layout(asked or 1)
         least_starts(self.analysis, layout.hints, layout.lanes)
         self._try_layout(layout, stage_meshes(cluster, degrees, layout.num_stages))
+        if asked in (None, 1) and is_free(degrees):
+            self._try_flat(layout)
         if asked is None:
             self._try_pipelines()
 
@@ -188,6 +190,23 @@ class _Outer:
             before = now
             if layout.num_stages == 1:
                 beat_s = (1 + SLOWER) * min((c.objective_s for c in self.found), default=math.inf)
+
+    def _try_flat(self, layout: Layout) -> None:
+        """Try all ranks as one axis, if that is modelled faster than what was found."""
+        flat = flat_mesh(self.request.cluster)
+        best = min(self.found, key=lambda c: c.objective_s, default=None)
+        if flat is None or best is None:
+            return
+        meshes = self._in_time((flat,), best.mesh.microbatches)
+        if self.late() or not self._fits(meshes):
+            return
+        search = prepare(self.analysis, self.request, self.settled, meshes, layout)
+        (kind,) = search.kinds
+        self.ideal_s = min(self.ideal_s, _ideal_s(kind.plain))
+        if kind.modelled_s(self.left_s) < best.objective_s:
+            self.finish(search)
+        else:
+            self.tried.append((search.name, None))
 
     def _fits(self, meshes: Sequence[Mesh]) -> bool:
         """Whether the batch can be cut over the meshes of all stages."""

@@ -201,6 +201,7 @@ class MeshSearch:
         self.host_limit = self.host_allowed = float(cost.device.host_memory_bytes)
         self.hides = 1.0
         self.joint: Built | None = None
+        self.last: tuple[tuple[object, ...], tuple[Built, Solution]] | None = None
         self.alike = False
         self.every = 1
 
@@ -277,6 +278,15 @@ class MeshSearch:
         unbound = self._unbound(time_limit_s)
         if (limit is None and not self.forced) or not unbound.choice:
             return self.plain, unbound
+        asked = (limit, self.host_limit, self.hides, self.alike)
+        if self.last is None or self.last[0] != asked or self.last[1][0] is not self.joint:
+            self.last = asked, self._solved(unbound, limit, time_limit_s)
+        return self.last[1]
+
+    def _solved(
+        self, unbound: Solution, limit: float | None, time_limit_s: float
+    ) -> tuple[Built, Solution]:
+        """As `within`, where memory or a hint may ask for more than the plain problem has."""
         total = None if limit is None else limit * self.num_stages
         if self.joint is None:
             near = self._near(unbound, total, time_limit_s)
@@ -296,6 +306,13 @@ class MeshSearch:
             status = "feasible" if solution.status == "optimal" else solution.status
             solution = replace(solution, status=status, bound_s=bound_s)
         return self.joint, solution
+
+    def modelled_s(self, time_limit_s: float) -> float:
+        """Seconds of the step on this mesh within memory; infinite where nothing is found."""
+        _, solution = self.within(None, time_limit_s)
+        if solution.choice and max(solution.memory_bytes) / self.num_stages > self.allowed:
+            _, solution = self.within(self.first_limit, time_limit_s)
+        return solution.objective_s if solution.choice else math.inf
 
     def unbound_s(self, time_limit_s: float) -> float:
         """Seconds of the whole step on this mesh alone, if memory did not bind."""

@@ -42,12 +42,8 @@ def meshes(
             "stages of equal size: use a number of stages that divides the ranks"
             f"{_with_fewer(cluster.num_devices // num_stages * num_stages, cluster.num_devices)}"
         )
-    roles = (
-        () if degrees is None else (degrees.dp, degrees.tp, degrees.cp, degrees.ep, degrees.zero)
-    )
-    if all(degree is None for degree in roles):
+    if degrees is None or is_free(degrees):
         return tuple(_free_meshes(cluster, num_stages, max_axes))
-    assert degrees is not None
     where = f"of cluster {cluster.name!r}"
     if num_stages > 1:
         where = f"of each of {num_stages} stages {where}"
@@ -146,6 +142,21 @@ def _free_meshes(cluster: Cluster, num_stages: int, max_axes: int) -> Iterator[M
         for inner in _halves(size):
             axes = [*kept[:-1], (name, size // inner), (f"{name[:-1]}1", inner)]
             yield Mesh(tuple(n for n, _ in axes), tuple(s for _, s in axes))
+
+
+def is_free(degrees: Degrees | None) -> bool:
+    """Whether degrees leave the mesh of a stage open."""
+    roles = ("dp", "tp", "cp", "ep", "zero")
+    return degrees is None or all(getattr(degrees, role) is None for role in roles)
+
+
+def flat_mesh(cluster: Cluster) -> Mesh | None:
+    """All ranks of several levels as one axis; None where there is one level.
+
+    What all ranks do alike is one collective over all levels there, not one for each.
+    """
+    several = sum(level.size > 1 for level in cluster.levels) > 1
+    return Mesh(("all0",), (cluster.num_devices,)) if several else None
 
 
 def _stage_sizes(cluster: Cluster, num_stages: int) -> list[int]:
