@@ -36,7 +36,14 @@ from autopar.planner.request import Candidate, Failure, Request
 from autopar.search.analysis import Analysis
 from autopar.search.build import Built
 from autopar.search.collection import no_collection
-from autopar.search.outer import flat_mesh, is_free, proportional, stage_meshes, with_shares
+from autopar.search.outer import (
+    flat_mesh,
+    is_free,
+    proportional,
+    run_meshes,
+    stage_meshes,
+    with_shares,
+)
 from autopar.search.recompute import recompute_of
 
 
@@ -283,7 +290,7 @@ class _Outer:
         return late
 
     def _try_pipelines(self) -> None:
-        """Try stages of whole nodes and of equal parts of nodes."""
+        """Try stages of whole nodes, of equal parts of nodes, and of equal devices."""
         choices = []
         for num_stages in stage_counts(self.analysis, self.request.cluster):
             try:
@@ -291,6 +298,8 @@ class _Outer:
             except HintError:
                 continue
             choices.append(found[0])
+        if self.settled.degrees is None:
+            choices += run_meshes(self.request.cluster)
         Pipelines(self.analysis, self.request, self.settled, self).run(choices)
 
     @property

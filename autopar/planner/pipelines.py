@@ -161,6 +161,8 @@ class Pipelines:
         ideal_s: Least seconds of a step without a bubble if nothing moved.
         depth: Blocks of the model.
         samples: Of the batch.
+        cheap: Times that the step may be lowered because it is short.
+        growth: Power of the microbatches with which a step grows.
     """
 
     def __init__(
@@ -174,6 +176,8 @@ class Pipelines:
         self.ideal_s = ideal_s * _shared_speed(request.cluster)
         self.depth = max((len(names) for names in analysis.folding.classes), default=1)
         self.samples = samples_of(analysis.graph)
+        self.cheap = CHEAP // len(analysis.graph.nodes)
+        self.growth = 2 if self.cheap > PIPELINES else 1
         self._prepared: dict[tuple[tuple[Mesh, ...], int], Lanes | None] = {}
         self._timed: set[Way] = set()
         self._done: dict[Way, Candidate | None] = {}
@@ -187,7 +191,7 @@ class Pipelines:
         known_s = self.trials.best_s
         filled = self._filled(choices)
         ways = [way for spaces in choices for way in self._ways(spaces)]
-        left = max(PIPELINES, CHEAP // len(self.analysis.graph.nodes))
+        left = max(PIPELINES, self.cheap)
         while left and not self.trials.late():
             promise_s = (1 - WORTH) * self.trials.best_s
             ways = [
@@ -315,8 +319,9 @@ class Pipelines:
     def _work_s(self, way: Way) -> float:
         """Seconds that a stage works: of the relaxation, or no more than what it will be.
 
-        What a step takes beyond its ops grows at most in proportion to the microbatches, and is
-        taken to be no less with fewer stages, each of which then holds more parameters.
+        What a step takes beyond its ops grows with the microbatches, in proportion where they are
+        large, faster where they are small; and is taken to be no less with fewer stages, each of
+        which then holds more parameters.
         """
         prepared = self._prepared.get((way.spaces, way.count))
         if prepared is not None:
@@ -328,7 +333,7 @@ class Pipelines:
                 continue
             beyond_s = lanes.work_s(self.trials.left_s) - self.ideal_s
             share = filled * self._most(spaces, lanes.layout) / count
-            more = max(more, beyond_s * min(1.0, share))
+            more = max(more, beyond_s * min(1.0, share) ** self.growth)
         return self.ideal_s + more
 
     def _send_s(self, way: Way) -> float:

@@ -79,6 +79,19 @@ def stage_meshes(
     return (tuple(found),)
 
 
+def run_meshes(cluster: Cluster) -> tuple[tuple[Mesh, ...], ...]:
+    """A stage for every run of equal devices, split over the batch or over the layers.
+
+    None where the devices are all alike, or the runs have one size, which `meshes` gives too.
+    """
+    sizes = tuple(run.count for run in cluster.devices)
+    if len(set(sizes)) == 1:
+        return ()
+    return tuple(
+        tuple(Mesh((role,), (size,), roles=(role,)) for size in sizes) for role in ("dp", "tp")
+    )
+
+
 def common_rows(meshes: Sequence[Mesh]) -> int:
     """Rows of the batch that let unlike meshes run the same microbatches; see `Mesh`.
 

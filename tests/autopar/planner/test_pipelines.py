@@ -14,6 +14,7 @@ from autopar.planner.batches import stage_counts
 from autopar.planner.driver import make_plan
 from autopar.planner.request import Request
 from autopar.search.analysis import Analysis, analyse
+from autopar.search.outer import run_meshes
 from cost_models.cluster import Cluster, Devices
 from tests.oracles.models import gpt2
 
@@ -117,18 +118,34 @@ def test_stages_of_one_node_are_taken_where_its_network_is_slow() -> None:
         assert chosen.prediction.step_s < other.prediction.step_s
 
 
-def test_stages_of_unlike_devices_share_the_work_as_they_are_fast() -> None:
-    alike = Cluster.local(4)
+def of_two_kinds(fast: int, slow: int, times: float, bytes_per_s: float) -> Cluster:
+    """Nodes of one core, the last ones so many times slower."""
+    alike = Cluster.local(fast + slow)
     core = replace(alike.device(0), host_op_s=0.0)
     slower = replace(
         core,
-        kind="half a core",
-        peak_flops_per_s={kind: rate / 2 for kind, rate in core.peak_flops_per_s.items()},
-        memory_bytes_per_s=core.memory_bytes_per_s / 2,
+        kind="slow core",
+        peak_flops_per_s={kind: rate / times for kind, rate in core.peak_flops_per_s.items()},
+        memory_bytes_per_s=core.memory_bytes_per_s / times,
     )
-    runs = (Devices(device=core, count=2), Devices(device=slower, count=2))
-    slow = replace(alike.levels[0], bandwidth_bytes_per_s=2e7)
-    chosen = make_plan(wide(), request(replace(alike, devices=runs, levels=(slow,))))
+    runs = (Devices(device=core, count=fast), Devices(device=slower, count=slow))
+    level = replace(alike.levels[0], bandwidth_bytes_per_s=bytes_per_s)
+    return replace(alike, devices=runs, levels=(level,))
+
+
+def test_stages_of_unlike_devices_share_the_work_as_they_are_fast() -> None:
+    chosen = make_plan(wide(), request(of_two_kinds(2, 2, 2, 2e7)))
     assert chosen.num_stages == 4
     held = [sum(len(c.nodes) for c in chosen.chunks_of(stage).values()) for stage in range(4)]
     assert min(held[:2]) > max(held[2:])
+
+
+def test_stages_of_unlike_meshes_are_found_where_devices_are_unlike() -> None:
+    cluster = of_two_kinds(1, 3, 4, 2e9)
+    assert [m.sizes for m in run_meshes(cluster)[0]] == [(1,), (3,)]
+    assert run_meshes(Cluster.local(4)) == run_meshes(of_two_kinds(2, 2, 4, 2e9)) == ()
+    chosen = make_plan(wide(), request(cluster))
+    assert [mesh.space.sizes for mesh in chosen.meshes] == [(1,), (3,)]
+    for hints in ((hint.degrees(tp=(1, 3)), hint.microbatches(2)), (hint.degrees(pp=4),)):
+        other = make_plan(wide(), request(cluster, *hints))
+        assert chosen.prediction.step_s <= 1.001 * other.prediction.step_s
