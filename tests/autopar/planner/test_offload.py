@@ -175,6 +175,18 @@ def test_every_stage_of_a_pipeline_offloads_what_its_own_backward_reads(
     assert first & second <= {transfer.value for transfer in plan.transfers}
 
 
+def test_chunks_that_read_each_other_on_one_rank_offload_too(
+    captured: tuple[Analysis, Any],
+) -> None:
+    """Under ZB-V the last rank sends itself values and gradients, in both directions."""
+    analysis, _ = captured
+    asked = (hint.degrees(pp=2), hint.microbatches(4), hint.schedule("zb-v"))
+    hints = (*asked, hint.offload("transformer.h.*"))
+    request = Request(model="m", fingerprint="f", cluster=hosted(2, 1e9), hints=hints)
+    plan = make_plan(analysis, request)
+    assert len(plan.stages) == 4 and any(stage.offloaded for stage in plan.stages)
+
+
 def test_a_hint_says_what_leaves(captured: tuple[Analysis, Any]) -> None:
     analysis, _ = captured
     plan = planned(analysis, hosted(1, 1e9), hint.offload("*.h.1.mlp"))
