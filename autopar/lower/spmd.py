@@ -203,7 +203,7 @@ class _Lowering:
         for node in early:
             if node.phase is not self.build.phase:
                 self._keep(tuple(self.there))
-                self._send(Section.PROLOGUE, Section.FORWARD)
+                self._send(Phase.FORWARD, Section.PROLOGUE, Section.FORWARD)
                 self.build.phase = node.phase
             if node.op in SOURCE_OPS:
                 if node.op != PARAMETER or node.target in self.stored:
@@ -213,13 +213,15 @@ class _Lowering:
                 self._keep(self.facts.forward_ends.get(node.name, ()))
         if self.build.phase is Phase.FORWARD:
             self._keep(tuple(self.there))
-            self._send(Section.PROLOGUE, Section.FORWARD)
-        self._send(Section.BACKWARD)
+            self._send(Phase.FORWARD, Section.PROLOGUE, Section.FORWARD)
+        self._send(Phase.BACKWARD, Section.BACKWARD)
         phase = Phase.BACKWARD if self.late else self.build.phase
         self.build.phase = phase
         for node in self.graph.nodes:
             if node.name in self.late:
                 self._node_or_later(node)
+        # Of the backward, what does not depend on the batch.
+        self._send(Phase.BACKWARD, Section.PROLOGUE)
         self._behind_loop()
         self.build.phase = phase
         everything = whole(self.stage.mesh)
@@ -329,10 +331,12 @@ class _Lowering:
         source, target = (self.crossing.meshes[c] for c in (transfer.source, transfer.target))
         return Side(source, transfer.sharding, number), Side(target, transfer.arrival, number)
 
-    def _send(self, *sections: Section) -> None:
-        """Bring what other chunks read into the sharding in which it leaves."""
+    def _send(self, phase: Phase, *sections: Section) -> None:
+        """Bring what other chunks read of a phase into the sharding in which it leaves."""
         for number, transfer in enumerate(self.crossing.transfers):
-            if transfer.source == self.crossing.chunk:
+            node = self.graph.by_name[_ref(transfer.value).node]
+            made = Phase.FORWARD if node.op in SOURCE_OPS else node.phase
+            if transfer.source == self.crossing.chunk and made is phase:
                 section = self._section_of_making(transfer)
                 if section in sections:
                     self._send_one(number, transfer, section)

@@ -25,6 +25,7 @@ from autopar.search.intra import solve
 from autopar.search.restrict import Restrictions
 from autopar.search.stages import balanced_cuts, forward_order, split_lanes, split_stages
 from cost_models.cluster import Cluster
+from tests.autopar.capture.eager import load_case
 from tests.oracles.models import MODELS, Built, unet
 from tests.oracles.pipeline import assert_exact, assert_pipeline_exact, variants_of
 
@@ -141,6 +142,13 @@ def verify_directions(stages: list[list[Program]]) -> None:
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
 def test_two_stages_are_exact(name: str, microbatches: int) -> None:
     pipeline(MODELS[name](), ONE.with_time(microbatches), 2)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("name", ["g05", "g06", "g08", "g10", "g14"])
+def test_given_cases_are_exact(name: str, schedule: str) -> None:
+    """Among them gradients that depend on parameters alone, and cross stages before the loop."""
+    pipeline(load_case(name).build(), ONE.with_time(2), 2, schedule=schedule)
 
 
 @pytest.mark.parametrize(("mesh", "stages"), [(TENSOR, 2), (DATA, 2), (ONE, 4), (TENSOR, 3)])
