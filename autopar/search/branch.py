@@ -22,6 +22,9 @@ SHARE = 1e-6
 DIVE_GAP = 3e-3
 """Relative gap at which a rounded relaxation is good enough not to branch."""
 
+BRANCH_GAP = 1e-2
+"""Relative gap at which branching may stop; what it finds is mostly nearer."""
+
 NUM_NODES = 500
 """Nodes of the branching where rounding is not good enough, so that every machine ends alike."""
 
@@ -66,11 +69,11 @@ def search(program: IntegerProgram, columns: Columns, deadline: float, gap: floa
     if not len(relaxed.values) or not _fractional(program, groups, relaxed.values):
         return relaxed
     rounded = _dive(program, columns, relaxed, deadline, gap)
-    close = rounded.objective - relaxed.bound <= max(gap, DIVE_GAP) * rounded.objective
     # Rounding may end where nothing fits: then its objective is infinite, and close to anything.
-    if len(rounded.values) and close and gap >= GAP:
+    near = gap > DIVE_GAP or rounded.objective - relaxed.bound <= DIVE_GAP * rounded.objective
+    if gap >= GAP and near and len(rounded.values):
         return rounded
-    asked, num_nodes = (gap, None) if gap < GAP else (DIVE_GAP, NUM_NODES)
+    asked, num_nodes = (gap, None) if gap < GAP else (BRANCH_GAP, NUM_NODES)
     branched = run(program, deadline, asked, relaxed=False, num_nodes=num_nodes)
     best = min(branched, rounded, key=lambda outcome: outcome.objective)
     bound = max(branched.bound, relaxed.bound)

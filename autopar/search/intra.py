@@ -386,7 +386,7 @@ def least_bytes(problem: Problem, *, time_limit_s: float = 60.0) -> Least:
     program, columns = IntegerProgram(), Columns()
     _add_all(program, problem, columns)
     program.cost = [0.0] * len(program.cost)
-    (most,) = program.columns([1e-3], upper=float("inf"))
+    (most,) = program.columns([1.0], upper=float("inf"))
     none = replace(problem, memory_limit_bytes=problem.fixed_bytes)
     _add_memory(program, none, columns, most)
     outcome = run(program, time.perf_counter() + time_limit_s, GAP, relaxed=True)
@@ -578,8 +578,8 @@ def _solution(
         away_shares=_away_shares(found, columns.away),
         state_shares=_away_shares(found, columns.states),
         added_shares=_added_shares(found, columns),
-        objective_s=outcome.objective / 1e3,
-        bound_s=outcome.bound / 1e3,
+        objective_s=outcome.objective,
+        bound_s=outcome.bound,
         seconds=seconds,
         memory_bytes=_memory(problem, columns, found),
         num_variables=num_variables,

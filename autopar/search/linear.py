@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -56,7 +56,7 @@ class Outcome:
     Attributes:
         status: As of `Solution`.
         values: Of every column; empty if nothing was found.
-        objective: In milliseconds; ``bound`` the proven least.
+        objective: As the costs add up; ``bound`` the proven least.
     """
 
     status: str
@@ -153,6 +153,7 @@ def _run_with(
     found = result.solutions[0].primal_solution if result.solutions else None
     if found is None or found.feasibility_status != solution_pb2.SOLUTION_STATUS_FEASIBLE:
         return Outcome("infeasible" if reason in _PROVEN else "time_limited", NOTHING)
+    scale = _scale(program.cost)
     values = np.zeros(len(program.cost))
     values[np.asarray(found.variable_values.ids, dtype=np.int64)] = found.variable_values.values
     status = "optimal" if reason == result_pb2.TERMINATION_REASON_OPTIMAL else "feasible"
@@ -161,9 +162,26 @@ def _run_with(
     return Outcome(
         status,
         values,
-        found.objective_value,
-        result.termination.objective_bounds.dual_bound,
+        found.objective_value / scale,
+        result.termination.objective_bounds.dual_bound / scale,
     )
+
+
+SMALL = 1e2
+"""What small costs are for the solver, whose tolerances are 1e-7."""
+
+
+def _scale(costs: Sequence[float]) -> float:
+    """Power of ten that makes costs `SMALL` or more, but for the least of a hundred.
+
+    Where most costs are nearly equal and what tells choices apart falls under its tolerances, the
+    simplex method wanders for minutes and gives up.
+    """
+    found = np.asarray(costs)
+    found = np.abs(found[np.nonzero(found)])
+    if not len(found):
+        return 1.0
+    return float(10.0 ** round(float(np.log10(SMALL / np.percentile(found, 1)))))
 
 
 def _proto(program: IntegerProgram, *, relaxed: bool) -> model_pb2.ModelProto:
@@ -176,8 +194,8 @@ def _proto(program: IntegerProgram, *, relaxed: bool) -> model_pb2.ModelProto:
     costs = np.asarray(program.cost)
     (nonzero,) = np.nonzero(costs)
     proto.objective.linear_coefficients.ids.extend(nonzero.tolist())
-    # In milliseconds: seconds of single ops fall under the solver's tolerances.
-    proto.objective.linear_coefficients.values.extend((costs[nonzero] * 1e3).tolist())
+    scaled = costs[nonzero] * _scale(program.cost)
+    proto.objective.linear_coefficients.values.extend(scaled.tolist())
     proto.linear_constraints.ids.extend(range(len(program.low)))
     proto.linear_constraints.lower_bounds.extend(program.low)
     proto.linear_constraints.upper_bounds.extend(program.high)
