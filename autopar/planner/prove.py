@@ -56,7 +56,8 @@ def _can_gain(
     """Whether hiding copies better may gain enough, beyond what is modelled to take longer."""
     longer_s = shared_s([solved[kind][1].objective_s for kind in search.searches])
     longer_s -= best.objective_s
-    return best.simulation.copy_exposed_s - longer_s > WORTH * best.step_s
+    least_s = WORTH * best.step_s if len(search.searches) > 1 else 0.0
+    return best.simulation.copy_exposed_s - longer_s > least_s
 
 
 def prove_sparse(
@@ -124,7 +125,7 @@ def _tightened(
             continue
         if num_stages == 1 and solved[kinds[0]][1].objective_s > beat_s:
             return Failure(kinds[0].plain.mesh, False, held[kinds[0]], too_slow=True)
-        if best is not None and num_stages > 1 and not _can_gain(best, search, solved):
+        if best is not None and not _can_gain(best, search, solved):
             return best
         if num_stages > 1:
             candidate, used = evaluate_stages(analysis, request, search, solved)

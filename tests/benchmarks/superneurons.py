@@ -78,7 +78,7 @@ def alexnet() -> nn.Module:
 class Bottleneck(nn.Module):
     """A block of a residual network that changes neither width nor size."""
 
-    def __init__(self, width: int = 1024, inner: int = 256) -> None:
+    def __init__(self, width: int = 256, inner: int = 64) -> None:
         super().__init__()
         self.down = nn.Conv2d(width, inner, 1, bias=False)
         self.across = nn.Conv2d(inner, inner, 3, padding=1, bias=False)
@@ -92,13 +92,13 @@ class Bottleneck(nn.Module):
 
 
 class Residual(nn.Module):
-    """Blocks of the third stage, in which deep networks have most."""
+    """Blocks of the first stage, whose images are largest: 56 x 56."""
 
     def __init__(self, depth: int) -> None:
         super().__init__()
-        self.stem = nn.Conv2d(3, 1024, 16, 16)
+        self.stem = nn.Conv2d(3, 256, 4, 4)
         self.blocks = nn.Sequential(*(Bottleneck() for _ in range(depth)))
-        self.head = nn.Linear(1024, 1000)
+        self.head = nn.Linear(256, 1000)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.blocks(self.stem(x)).mean((2, 3)))
