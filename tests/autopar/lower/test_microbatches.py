@@ -21,6 +21,7 @@ from cost_models.cluster import Cluster
 from tests.oracles.models import MODELS, Built, mlp
 from tests.oracles.pipeline import assert_exact, variants_of
 from tests.oracles.random_plans import random_stage
+from tests.oracles.slow import slow_core
 
 MESHES = {
     "one rank": Mesh(("a",), (1,)),
@@ -35,7 +36,7 @@ def exact(built: Built, mesh: Mesh) -> BuiltProblem:
     captured = capture_step(model, batch, loss, grad=True)
     analysis = analyse(captured.graph)
     cluster = Cluster.local(mesh.num_ranks)
-    cost = NodeCost(cluster.device(0), mesh, axis_seconds(cluster, mesh))
+    cost = NodeCost(slow_core(), mesh, axis_seconds(cluster, mesh))
     states = StateBytes(per_element=8.0, update_bytes_per_s=1e9)
     problem = build_problem(analysis, mesh, cost, states, Restrictions())
     stage = decode(problem, analysis, solve(problem.problem))

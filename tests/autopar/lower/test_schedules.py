@@ -32,6 +32,7 @@ from tests.oracles import models
 from tests.oracles.models import Built
 from tests.oracles.pipeline import assert_pipeline_exact, lanes_of, values_of
 from tests.oracles.random_plans import random_stage
+from tests.oracles.slow import slow_core
 from tests.oracles.wire import run_stages
 
 MODELS: dict[str, Callable[[], Built]] = {
@@ -58,7 +59,7 @@ def subject(name: str, mesh: Mesh) -> tuple[Built, Any, Analysis, StagePlan]:
     captured = capture_step(model, batch, loss, grad=True)
     analysis = analyse(captured.graph)
     cluster = Cluster.local(mesh.num_ranks)
-    cost = NodeCost(cluster.device(0), mesh, axis_seconds(cluster, mesh))
+    cost = NodeCost(slow_core(), mesh, axis_seconds(cluster, mesh))
     states = StateBytes(per_element=8.0, update_bytes_per_s=1e9)
     problem = build_problem(analysis, mesh, cost, states, Restrictions())
     plan = decode(problem, analysis, solve(problem.problem))

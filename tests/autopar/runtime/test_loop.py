@@ -24,6 +24,7 @@ from autopar.search.intra import solve
 from autopar.search.restrict import Restrictions
 from cost_models.cluster import Cluster
 from tests.oracles.models import Built, llama, mlp
+from tests.oracles.slow import slow_core
 
 
 def programs_of(built: Built, microbatches: int) -> tuple[list[Program], dict[str, torch.Tensor]]:
@@ -33,7 +34,7 @@ def programs_of(built: Built, microbatches: int) -> tuple[list[Program], dict[st
     analysis = analyse(captured.graph)
     mesh = Mesh(("a",), (1,)).with_time(microbatches)
     cluster = Cluster.local(1)
-    cost = NodeCost(cluster.device(0), mesh, axis_seconds(cluster, mesh))
+    cost = NodeCost(slow_core(), mesh, axis_seconds(cluster, mesh))
     states = StateBytes(per_element=8.0, update_bytes_per_s=1e9)
     problem = build_problem(analysis, mesh, cost, states, Restrictions())
     stage = decode(problem, analysis, solve(problem.problem))
