@@ -151,7 +151,8 @@ def run_case(case: Case, save: Path | None, *, profiled: bool) -> Outcome:
             )
         )
         plan = (
-            f"{len(found.stages)} stages, {found.microbatches} microbatches, {mesh}: "
+            f"{found.num_stages} stages, {found.schedule}, {len(found.stages)} chunks, "
+            f"{found.microbatches} microbatches, {mesh}: "
             f"{found.prediction.step_s:.3g} s, "
             f"{found.prediction.memory.total_bytes / 2**30:.3g} GiB, {found.search.status}, "
             f"gap {found.search.gap:.1%}"
