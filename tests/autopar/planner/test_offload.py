@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -20,26 +19,25 @@ from autopar.ir.graph import Ref, TensorType
 from autopar.ir.sharding import Mesh
 from autopar.lower.overlap import overlap
 from autopar.lower.program import Program, ProgramInput
-from autopar.lower.simulate import prices, simulate
+from autopar.lower.simulate import prices
 from autopar.lower.spmd import lower
-from autopar.options import ADAMW, OptimizerSpec
+from autopar.options import OptimizerSpec
 from autopar.plan.records import Plan
 from autopar.plan.serialize import from_json, to_json
 from autopar.planner.driver import make_plan
-from autopar.planner.evaluate import predicted_memory
 from autopar.planner.request import Request
 from autopar.planner.update import update_of
 from autopar.report.diff import diff
 from autopar.search.analysis import Analysis, analyse
 from autopar.search.intra import solve
 from autopar.search.problem import Choices, Link, Problem
-from autopar.search.recompute import recompute_of
 from cost_models.cluster import Cluster
 from cost_models.overlap import BOTH_COPIES, together_s
 from tests.oracles.hosts import hosted
 from tests.oracles.live import counted_peaks
 from tests.oracles.models import gpt2
 from tests.oracles.pipeline import values_of
+from tests.oracles.swapping import swapped
 
 BUILT = gpt2(layers=6, batch=8)
 LINKS = (1e8, 1e9, 2e10)
@@ -128,32 +126,18 @@ def test_more_memory_is_never_slower_and_both_together_never_slower_than_one(
 def test_no_number_of_swapped_tensors_is_faster_within_its_memory(
     captured: tuple[Analysis, Any], link: float
 ) -> None:
-    """Large Model Support: the first n tensors that cross leave, back in time or when read.
-
-    Its knobs are n and how early a tensor comes back; ours are chosen.
-    """
+    """Its knobs are how many tensors leave and how early they come back; ours are chosen."""
     analysis, _ = captured
     cluster = hosted(1, link)
     free = planned(analysis, cluster)
-    seconds = axis_seconds(cluster, free.mesh)
-    cost = prices(cluster.device(0), seconds)
-    may = recompute_of(analysis, in_loop=False, allowed=True).may_leave
-    order = [value for value in free.stage.kept if may(value.partition(":")[0])]
     before = free.prediction.memory.total_bytes
-    for count in (len(order) // 8, len(order) // 4, len(order) // 2):
-        stage = replace(free.stage, offloaded=tuple(order[:count]))
-        lowered = lower(analysis.graph, analysis.rules, stage, (0,), seconds)
-        for early in (cost, None):
-            program = overlap(lowered, early)
-            found = simulate(program, cost)
-            memory = predicted_memory(program, found, ADAMW).total_bytes
-            taken_s = found.seconds + update_of(program, ADAMW).seconds(cluster.device(0))
-            plan = planned(analysis, cluster, hint.memory_limit(memory))
-            assert plan.prediction.memory.total_bytes <= memory
-            assert plan.prediction.step_s <= taken_s * (1 + 1e-9)
-            if early is not None:
-                assert memory < before
-                before = memory
+    for own in swapped(analysis, cluster, free, (0.125, 0.25, 0.5), (1.0, 0.0)):
+        plan = planned(analysis, cluster, hint.memory_limit(own.memory_bytes))
+        assert plan.prediction.memory.total_bytes <= own.memory_bytes
+        assert plan.prediction.step_s <= own.step_s * (1 + 1e-9)
+        if own.lead:
+            assert own.memory_bytes < before
+            before = own.memory_bytes
 
 
 def test_every_stage_of_a_pipeline_offloads_what_its_own_backward_reads(
