@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -231,7 +231,9 @@ def _train(demo: Demo, folder: Path, processes: int, bars: Progress) -> Run:
     plan = None if processes == 1 else str(folder / "plan.json")
     (own / "job.json").write_text(json.dumps({"demo": sizes, "plan": plan}))
     run_workers("autopar.demo", own, processes, on_event=on_event)
-    return Run(**torch.load(own / "run.pt", weights_only=True))
+    found = [Run(**torch.load(path, weights_only=True)) for path in sorted(own.glob("run-*.pt"))]
+    # Of a pipeline, every stage tells its own parameters.
+    return replace(found[0], parameters={n: p for run in found for n, p in run.parameters.items()})
 
 
 # The result as a table.
@@ -335,9 +337,11 @@ def main(folder: str) -> None:
             example = next(batches(demo))
             parallel = compile_parallel(model, demo.cluster, example, plan=job.spec["plan"])
             run = train(demo, parallel, parallel, lambda: clip_grad_norm_(parallel, 1.0), job.tell)
-        if job.rank == 0:
+            if not parallel.plan.speaks(job.rank):
+                run = replace(run, parameters={})
+        if job.rank == 0 or run.parameters:
             found = {name: getattr(run, name) for name in Run.__slots__}
-            torch.save(found, job.folder / "run.pt")
+            torch.save(found, job.folder / f"run-{job.rank:05}.pt")
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

@@ -332,12 +332,12 @@ def _parallel(
         return loss
 
     trace = train(step, parallel, lambda: clip_grad_norm_(parallel, 1.0), spec["steps"], tell)
-    plan = parallel.plan
-    if plan.stage_of_rank(parallel.session.rank) is None:
+    plan, rank = parallel.plan, parallel.session.rank
+    speaks = plan.speaks(rank)
+    if not speaks:
         trace = trace._replace(gradients={}, parameters={})
-    firsts = {ranks.start for ranks in plan.ranks_of_stages}
-    speaks = parallel.session.rank in {0} | firsts
-    return trace if speaks else None, Alone(plan.per_microbatch, plan.microbatches)
+    told = trace if speaks or rank == 0 else None
+    return told, Alone(plan.per_microbatch, plan.microbatches)
 
 
 def main(folder: str) -> None:

@@ -330,6 +330,10 @@ class Plan:
         """Number of pipeline stages: groups of ranks."""
         return len(self.ranks_of_stages)
 
+    def speaks(self, rank: int) -> bool:
+        """Whether it is the first rank of its stage, whose parameters no other need tell."""
+        return any(rank == ranks.start for ranks in self.ranks_of_stages)
+
     def stage_of_rank(self, rank: int) -> int | None:
         """Pipeline stage of a rank; None where the rank is idle."""
         return next((s for s, ranks in enumerate(self.ranks_of_stages) if rank in ranks), None)
