@@ -65,10 +65,14 @@ def make_plan(analysis: Analysis, request: Request) -> Plan:
     outers = {first: outer}
     for part in others:
         best_s = min((c.step_s for own in outers.values() for c in own.found), default=math.inf)
+        if least_step_s(analysis, part) >= best_s:
+            continue
         left_s = request.time_limit_s - (time.perf_counter() - start)
-        if left_s > 0 and least_step_s(analysis, part) < best_s:
-            outers[part] = _Outer(analysis, part.asked(request, time_limit_s=left_s), settled)
-            outers[part].run_if_allowed()
+        if left_s <= 0:
+            outer.cut_short = True
+            break
+        outers[part] = _Outer(analysis, part.asked(request, time_limit_s=left_s), settled)
+        outers[part].run_if_allowed()
     if not any(own.found for own in outers.values()):
         outer.run_sparse()
     found = [part.moved(c) for part, own in outers.items() for c in own.found]
