@@ -23,7 +23,7 @@ from autopar.lower.unroll import Row
 from autopar.plan.records import StagePlan
 from autopar.schedules.table import schedule_named
 from autopar.search.analysis import Analysis
-from autopar.search.stages import Pipeline
+from autopar.search.stages import Pipeline, balanced_cuts, forward_order, split_stages
 from cost_models.cluster import Cluster
 from tests.oracles.lockstep import join, run_lockstep
 from tests.oracles.microbatches import Lane, run_microbatches, run_pipeline
@@ -95,6 +95,22 @@ def assert_exact(
         envs = run_microbatches(programs, values)
         programs = programs[0]
     _compare((model, batch, loss), analysis, [(programs, envs)], tolerance)
+
+
+def two_stages(
+    built: tuple[torch.nn.Module, Any, Callable[..., Any]],
+    analysis: Analysis,
+    captured: Any,
+    whole: StagePlan,
+    schedule: str,
+) -> tuple[list[Program], list[list[torch.Tensor]]]:
+    """A plan of one rank cut into two stages, which are exact: their programs and results."""
+    cuts = balanced_cuts([1.0] * len(forward_order(analysis)), 2)
+    pipeline = split_stages(analysis, whole, cuts)
+    lanes = assert_pipeline_exact(*built, analysis, pipeline, captured, schedule)
+    programs = [lane.variants[0][0] for lane in lanes]
+    found = [[lane.envs[0][r] for r in p.results] for lane, p in zip(lanes, programs, strict=True)]
+    return programs, found
 
 
 def assert_pipeline_exact(

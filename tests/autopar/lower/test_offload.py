@@ -14,12 +14,11 @@ from autopar.ir.sharding import Mesh
 from autopar.lower.program import COPIES, TO_DEVICE, TO_HOST, WAIT, Program
 from autopar.plan.records import StagePlan
 from autopar.search.analysis import Analysis, analyse
-from autopar.search.stages import balanced_cuts, forward_order, split_stages
 from cost_models.cluster import Cluster
 from tests.oracles.lockstep import run_lockstep
 from tests.oracles.microbatches import run_microbatches
 from tests.oracles.models import DRAWING, MODELS, Built
-from tests.oracles.pipeline import assert_pipeline_exact, programs_of, values_of, variants_of
+from tests.oracles.pipeline import programs_of, two_stages, values_of, variants_of
 from tests.oracles.random_plans import offloading, random_stage, recomputing
 
 MESHES = {
@@ -87,15 +86,10 @@ def test_offload_in_a_pipeline_changes_nothing_to_the_bit(schedule: str) -> None
     captured = capture_step(*built, grad=True)
     analysis = analyse(captured.graph)
     stage = random_stage(analysis, Mesh(("a",), (1,)).with_time(4), seed=1)
-    cuts = balanced_cuts([1.0] * len(forward_order(analysis)), 2)
     found = []
     for whole in (stage, offloading(analysis, stage, random.Random(2))):
-        pipeline = split_stages(analysis, whole, cuts)
-        lanes = assert_pipeline_exact(*built, analysis, pipeline, captured, schedule)
-        programs = [lane.variants[0][0] for lane in lanes]
-        found.append(
-            [lane.envs[0][r] for lane, p in zip(lanes, programs, strict=True) for r in p.results]
-        )
+        programs, made = two_stages(built, analysis, captured, whole, schedule)
+        found.append([value for own in made for value in own])
         for program in programs:
             assert bool(program.copies) == bool(whole.offloaded)
             check_copies(program)

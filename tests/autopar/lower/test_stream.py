@@ -11,10 +11,9 @@ from autopar.capture import capture_step
 from autopar.ir.sharding import Mesh
 from autopar.lower.program import TO_DEVICE, TO_HOST
 from autopar.search.analysis import analyse
-from autopar.search.stages import balanced_cuts, forward_order, split_stages
 from tests.autopar.lower.test_offload import MESHES, results
 from tests.oracles.models import DRAWING, MODELS
-from tests.oracles.pipeline import assert_pipeline_exact
+from tests.oracles.pipeline import two_stages
 from tests.oracles.random_plans import offloading, random_stage, recomputing, streaming
 
 
@@ -64,15 +63,10 @@ def test_parameters_at_home_on_the_host_of_a_pipeline(schedule: str) -> None:
     captured = capture_step(*built, grad=True)
     analysis = analyse(captured.graph)
     stage = random_stage(analysis, Mesh(("a",), (1,)).with_time(4), seed=1)
-    cuts = balanced_cuts([1.0] * len(forward_order(analysis)), 2)
     found = []
     for whole in (stage, streaming(analysis, stage, random.Random(2))):
-        pipeline = split_stages(analysis, whole, cuts)
-        lanes = assert_pipeline_exact(*built, analysis, pipeline, captured, schedule)
-        programs = [lane.variants[0][0] for lane in lanes]
-        found.append(
-            [lane.envs[0][r] for lane, p in zip(lanes, programs, strict=True) for r in p.results]
-        )
+        programs, made = two_stages(built, analysis, captured, whole, schedule)
+        found.append([value for own in made for value in own])
         for program in programs:
             assert bool(program.copies) == whole.copies
     for one, other in zip(*found, strict=True):
