@@ -12,7 +12,7 @@ from dataclasses import replace
 from autopar.cost.reshard import CollectiveSeconds
 from autopar.ir.graph import Graph, Ref
 from autopar.lower.overlap import overlap
-from autopar.lower.program import LOOP, Message, Program, Section
+from autopar.lower.program import LOOP, Instruction, Message, Program, Section
 from autopar.lower.simulate import Prices
 from autopar.lower.spmd import Crossing, Facts, facts_of, lower
 from autopar.lower.unroll import with_refs
@@ -88,10 +88,12 @@ def _joined(graph: Graph, programs: Sequence[Program], chunks: Collection[int]) 
     inputs = {item.name: item for p in programs for item in p.inputs}
     aux = {name: now(ref) for p in programs for name, ref in p.aux}
     place = {node.name: position for position, node in enumerate(graph.nodes)}
+    place |= {name: place[ref.node] for name, ref in graph.gradients.items()}
     everything = [with_refs(i, change) if change else i for p in programs for i in p.instructions]
     # Behind the loop, chunks read each other in both directions: in the order of the step.
     behind = [i for i in everything if i.section is Section.EPILOGUE]
     behind.sort(key=lambda i: place.get(i.origin, len(place)))
+    behind = _readable(behind)
     before = [i for i in everything if i.section is not Section.EPILOGUE]
     # Every value is made before it is read: forwards along the chunks, backwards against them.
     before.sort(key=lambda i: (_SECTIONS.index(i.section), i.chunk * _WAY.get(i.section, 0)))
@@ -106,6 +108,26 @@ def _joined(graph: Graph, programs: Sequence[Program], chunks: Collection[int]) 
         sends=tuple(m for p in programs for m in remote(p.sends)),
         receives=tuple(m for p in programs for m in remote(p.receives)),
     )
+
+
+def _readable(instructions: Sequence[Instruction]) -> list[Instruction]:
+    """Instructions in their order, but for those that make what an earlier one reads.
+
+    What brings a result to all ranks has no place in the step, and others may read it.
+    """
+    makers = {i.name: i for i in instructions}
+    found: dict[str, Instruction] = {}
+    waiting = list(reversed(instructions))
+    while waiting:
+        last = waiting[-1]
+        read = [makers[ref.node] for ref in last.operands if ref.node in makers]
+        unmade = [maker for maker in reversed(read) if maker.name not in found]
+        if unmade:
+            waiting += unmade
+        else:
+            found.setdefault(last.name, last)
+            waiting.pop()
+    return list(found.values())
 
 
 _SECTIONS = (Section.PROLOGUE, *LOOP)

@@ -206,6 +206,22 @@ def test_a_gradient_of_the_batch_alone_is_made_where_its_parameter_is() -> None:
     pipeline(built, ONE.with_time(2), 2)
 
 
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
+def test_a_gradient_that_others_are_made_of_comes_before_them(schedule: str) -> None:
+    class Shifted(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(4)))
+            self.scale, self.unit = (torch.nn.Parameter(torch.randn(3)) for _ in range(2))
+            self.shift = torch.nn.ParameterList([torch.randn(3)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers(x) + self.scale * self.unit + self.shift[0]
+
+    built = Shifted(), {"x": torch.randn(4, 3)}, lambda model, b: model(b["x"]).square().mean()
+    pipeline(built, ONE.with_time(2), 4, schedule=schedule)
+
+
 SHARES = {
     "5-2-1-0": ((5, 2, 1, 0),),
     "0-3-1-4": ((0, 3, 1, 4),),
