@@ -126,6 +126,10 @@ would add differently (bool, which sums as "any"). Everything else travels as it
 have all five collectives."""
 
 
+def _payload(collective: Instruction) -> Payload | None:
+    return _PAYLOADS.get((collective.op, collective.outputs[0].dtype))
+
+
 def build_module(
     program: Program, groups: tuple[AxisGroup, ...], device: torch.device
 ) -> fx.GraphModule:
@@ -154,11 +158,22 @@ class Part:
         instructions: In order.
         inputs: Values that enter.
         outputs: Values that leave.
+        begun: Collectives and copies that it waits for, begun by an earlier part.
     """
 
     instructions: tuple[Instruction, ...]
     inputs: tuple[Ref, ...]
     outputs: tuple[Ref, ...]
+    begun: tuple[Instruction, ...] = ()
+
+
+def begun_before(
+    instructions: Sequence[Instruction], everything: Sequence[Instruction]
+) -> tuple[Instruction, ...]:
+    """What instructions of a program wait for without beginning it themselves."""
+    waited = {i.operands[0].node for i in instructions if i.op == WAIT}
+    waited -= {i.name for i in instructions}
+    return tuple(i for i in everything if i.name in waited)
 
 
 def build_part(part: Part, groups: tuple[AxisGroup, ...], device: torch.device) -> fx.GraphModule:
@@ -177,6 +192,7 @@ def build_part(part: Part, groups: tuple[AxisGroup, ...], device: torch.device) 
     box = build.graph.placeholder("box")
     for position, ref in enumerate(part.inputs):
         build.values[ref] = build.graph.call_function(_take, (box, position))
+    build.begun.update((Ref(i.name), i) for i in part.begun)
     return build.finish(part.instructions, part.outputs)
 
 
@@ -188,11 +204,10 @@ class _Build:
     device: torch.device
     graph: fx.Graph = field(default_factory=fx.Graph)
     values: dict[Ref, fx.Node] = field(default_factory=dict)
-    pending: dict[Ref, Callable[[Tensor], Tensor] | None] = field(default_factory=dict)
+    begun: dict[Ref, Instruction] = field(default_factory=dict)
     number: fx.Node | None = None
     current: str = ""
     copies: Copies = field(init=False)
-    copied: set[Ref] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.copies = Copies(self.device)
@@ -211,8 +226,10 @@ class _Build:
         if instruction.op == WAIT:
             self._wait(instruction)
         elif instruction.op in COPIES:
+            self.begun[Ref(instruction.name)] = instruction
             self._copy(instruction)
         elif instruction.op in COLLECTIVES:
+            self.begun[Ref(instruction.name)] = instruction
             self._collective(instruction)
         elif instruction.op == MICROBATCH:
             self._microbatch(instruction)
@@ -232,13 +249,13 @@ class _Build:
             self.values[Ref(instruction.name, index)] = item
 
     def _collective(self, instruction: Instruction) -> None:
-        source, axis, *rest = instruction.args
-        assert isinstance(source, Ref) and isinstance(axis, int)
-        result, group, value = Ref(instruction.name), self.groups[axis], self.values[source]
+        source, _, *rest = instruction.args
+        assert isinstance(source, Ref)
+        result, group, value = Ref(instruction.name), self._group(instruction), self.values[source]
         if group.size == 1:
             self.values[result] = value
             return
-        payload = _PAYLOADS.get((instruction.op, instruction.outputs[0].dtype))
+        payload = _payload(instruction)
         reduce = str(rest[0]) if rest else ""
         if payload is not None:
             value = self._call(payload.before, (value,))
@@ -248,7 +265,6 @@ class _Build:
         if instruction.op == ALL_GATHER:
             kwargs["out"] = self._call(_room_for, (value, group.size))
         self.values[result] = self._call(target, args, kwargs, instruction.name)
-        self.pending[result] = None if payload is None else payload.after
 
     def _copy(self, instruction: Instruction) -> None:
         (source,) = instruction.operands
@@ -258,18 +274,22 @@ class _Build:
             start = self.copies.gradient_to_host if gradient else self.copies.to_host
         result = Ref(instruction.name)
         self.values[result] = self._call(start, (self.values[source],), {}, instruction.name)
-        self.copied.add(result)
 
     def _wait(self, instruction: Instruction) -> None:
         (source,) = instruction.operands
-        value = self.values[source]
-        if source in self.copied:
+        begun, value = self.begun[source], self.values[source]
+        if begun.op in COPIES:
             value = self._call(self.copies.wait, (value,), {}, instruction.name)
-        elif source in self.pending:
+        elif self._group(begun).size > 1:
             value = self._call(_c10d.wait_tensor.default, (value,), {}, instruction.name)
-            after = self.pending[source]
-            value = value if after is None else self._call(after, (value,))
+            payload = _payload(begun)
+            value = value if payload is None else self._call(payload.after, (value,))
         self.values[Ref(instruction.name)] = value
+
+    def _group(self, collective: Instruction) -> AxisGroup:
+        axis = collective.args[1]
+        assert isinstance(axis, int)
+        return self.groups[axis]
 
     def _microbatch(self, instruction: Instruction) -> None:
         source, chunk, own = instruction.args

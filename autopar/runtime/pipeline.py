@@ -25,7 +25,7 @@ from autopar.lower.segments import Segment, segments
 from autopar.lower.unroll import Turn, lives, of_turn, totals_of
 from autopar.runtime.loop import Built, arrived, as_alias, join, owned, part_of, reduce_of
 from autopar.runtime.mail import Mail, Route
-from autopar.runtime.module import AxisGroup, Part, build_part
+from autopar.runtime.module import AxisGroup, Part, begun_before, build_part
 from autopar.runtime.results import Sharing
 
 
@@ -146,7 +146,8 @@ class _Stage:
         made = [Ref(i.name, n) for i in instructions for n in range(len(i.outputs))]
         outs = tuple(ref for ref in made if self._wanted.outside(ref, names))
         read = dict.fromkeys(r for i in instructions for r in i.operands if r.node not in names)
-        part = Part(tuple(instructions), tuple(read), outs)
+        begun = begun_before(instructions, self.first.instructions)
+        part = Part(tuple(instructions), tuple(read), outs, begun)
         module = build_part(part, self._groups, self.device)
         self.modules += (module,)
         return _Part(module.forward, part)

@@ -54,3 +54,9 @@ def test_trains_as_one_process_does(pool: Any, model: str, ranks: int, layout: s
         assert all(rank["stages"] == 2 for rank in found)
         assert f"mb{found[0]['microbatches']}-" in layout
     assert_same_training(found, one_process(model, samples))
+
+
+def test_what_is_made_of_weights_alone_is_waited_for(pool: Any) -> None:
+    """It runs in steps between messages: one begins a collective, another waits for it."""
+    found = pool(4).run(parallel_run, "penalised", 4, HINTS["pp2tp2mb2-1f1b"])
+    assert_same_training(found, one_process("penalised"))

@@ -15,7 +15,7 @@ import autopar
 from autopar import hint
 from autopar.capture.keyed import keyed
 from autopar.plan.serialize import from_json
-from tests.oracles.models import DRAWING, MODELS, Built, unet
+from tests.oracles.models import DRAWING, MODELS, Built, penalised, unet
 
 STEPS = 5
 SEED = 17
@@ -59,6 +59,10 @@ UNLIKE: dict[str, hint.Degrees] = {
     "4+2+1+1": hint.degrees(dp=(4, 2, 1, 1)),
 }
 """Stages of unlike meshes, by what is added up."""
+
+
+OTHERS = {"unet": unet, "penalised": penalised}
+"""Models of some tests alone."""
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -110,7 +114,7 @@ def train(model: nn.Module, step: Any, clip: Any) -> dict[str, Any]:
 
 def build(name: str, samples: int | None = None) -> Built:
     """A model of the oracles, with that many samples, no two of them alike."""
-    model, batch, loss = (MODELS | DRAWING | {"unet": unet})[name]()
+    model, batch, loss = (MODELS | DRAWING | OTHERS)[name]()
     if samples is not None:
         batch = {
             key: torch.cat([v.roll(n, -1) for n in range(-(-samples // len(v)))])[:samples]

@@ -163,6 +163,30 @@ def drawing(batch_size: int = 8) -> Built:
     return model, {"x": torch.randn(batch_size, 4, 8), "y": torch.randn(batch_size, 4, 8)}, mlp_loss
 
 
+class Penalised(nn.Module):
+    """Weights read several times, whose products and distances are in the loss."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.read = nn.ParameterList(torch.randn(width, width) / 3 for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        a, b, c = self.read
+        for layer in self.layers:
+            x = torch.tanh(torch.tanh(x @ a) @ b + x)
+            x = layer(torch.tanh(x @ c) + x)
+        product = (a @ b @ c).pow(2).mean()
+        apart = (a - self.layers[2].weight).pow(2).sum()
+        return nn.functional.mse_loss(x, y) + product + 0.1 * apart
+
+
+def penalised() -> Built:
+    torch.manual_seed(10)
+    batch = {"x": torch.randn(6, 8), "y": torch.randn(6, 8)}
+    return Penalised(), batch, lambda model, b: model(b["x"], b["y"])
+
+
 class UNet(nn.Module):
     """Convolutions down and up again, every level read again on the way up."""
 

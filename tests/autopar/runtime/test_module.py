@@ -14,7 +14,7 @@ from autopar.lower.builder import Builder
 from autopar.lower.program import WAIT, Program, ProgramInput
 from autopar.runtime.groups import open_session
 from autopar.runtime.measure import LiveBytes
-from autopar.runtime.module import AxisGroup, build_module
+from autopar.runtime.module import AxisGroup, Part, begun_before, build_module, build_part
 
 DTYPES = ["float32", "float64", "bfloat16", "float16", "complex64", "complex128", "bool"]
 DTYPES += ["uint8", "int8", "int16", "int32", "int64", "float8_e4m3fn", "float8_e5m2"]
@@ -59,6 +59,35 @@ def collectives(dtype: str) -> list[torch.Tensor]:
     module = build_module(program_of(build, {"input": kind}, results), groups.axes, session.device)
     values = torch.arange(12).reshape(4, 3) % 5 + session.rank
     return list(module((values > 2) if dtype == "bool" else values.to(getattr(torch, dtype))))
+
+
+def in_two_parts(dtype: str) -> list[torch.Tensor]:
+    session = open_session("cpu", 2)
+    mesh = Mesh(("a",), (2,))
+    groups = session.groups(mesh)
+    build = Builder(mesh, mesh.coordinates(session.rank))
+    build.origin = "made"
+    x = build.add_input("input", TensorType((4, 3), dtype))
+    results = [build.all_gather(x, 0), build.all_reduce(x, (0,)), build.all_to_all(x, 0)]
+    late = tuple(i for i in build.instructions if i.op == WAIT)
+    early = tuple(i for i in build.instructions if i.op != WAIT)
+    going = tuple(Ref(i.operands[0].node) for i in late)
+    begins = Part(early, (x,), going)
+    ends = Part(late, going, tuple(results), begun_before(late, build.instructions))
+    values = torch.arange(12).reshape(4, 3) % 5 + session.rank
+    piece = (values > 2) if dtype == "bool" else values.to(getattr(torch, dtype))
+    first, second = (build_part(part, groups.axes, session.device) for part in (begins, ends))
+    return list(second(0, list(first(0, [piece]))))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bool", "int16", "complex64"])
+def test_what_one_part_begins_another_waits_for(pool: Any, dtype: str) -> None:
+    found = pool(2).run(in_two_parts, dtype)
+    expected = pool(2).run(collectives, dtype)
+    for mine, wanted in zip(found, expected, strict=True):
+        for value, place in zip(mine, (0, 3, 1), strict=True):
+            assert value.dtype == wanted[place].dtype
+            assert torch.equal(value, wanted[place])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
