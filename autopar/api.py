@@ -38,6 +38,7 @@ from autopar.plan.records import NodePlan, Plan
 from autopar.plan.serialize import from_json, to_json
 from autopar.planner.alone import best_plan
 from autopar.planner.driver import make_plan
+from autopar.planner.pipeline import stage_without_parameter
 from autopar.planner.request import Request
 from autopar.rules.strategies import strategies
 from autopar.runtime.executor import ParallelModule, StepRequest
@@ -524,12 +525,12 @@ class _Compiler:
 
 def _check_stages(plan: Plan) -> None:
     """Refuse stages that hold nothing, and a schedule that these stages cannot run."""
-    for stage in range(plan.num_stages):
-        if not any(chunk.parameters for chunk in plan.chunks_of(stage).values()):
-            raise UnsupportedError(
-                f"cannot run a pipeline of {plan.num_stages} stages: stage {stage} would hold no "
-                "parameter, so that its ranks have nothing to train; use fewer stages"
-            )
+    empty = stage_without_parameter(plan.stages)
+    if empty is not None:
+        raise UnsupportedError(
+            f"cannot run a pipeline of {plan.num_stages} stages: stage {empty} would hold no "
+            "parameter, so that its ranks have nothing to train; use fewer stages"
+        )
     try:
         spec = schedule_named(plan.schedule)
         num_chunks, rest = divmod(len(plan.stages), plan.num_stages)

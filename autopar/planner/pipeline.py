@@ -6,7 +6,7 @@ is cut where the chunks take equally long, each on its own devices, and little c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -17,7 +17,14 @@ from autopar.plan.records import Plan, StagePlan
 from autopar.planner.cuts import CutHint, least_starts
 from autopar.schedules.table import Size, schedule_named
 from autopar.search.analysis import Analysis
-from autopar.search.stages import Pipeline, balanced_cuts, bounded_cuts, forward_order, split_lanes
+from autopar.search.stages import (
+    Pipeline,
+    balanced_cuts,
+    bounded_cuts,
+    forward_order,
+    last_firsts,
+    split_lanes,
+)
 
 SLACK = 0.02
 """Of the longest stage: what a cut may cost for fewer bytes to cross."""
@@ -101,7 +108,8 @@ def cut(
 
     Raises:
         HintError: There are fewer ops than chunks, or hints cannot be met.
-        UnsupportedError: No cut leaves every parameter on its settled chunk.
+        UnsupportedError: No cut leaves every parameter on its settled chunk, or a stage would own
+            none.
     """
     order = forward_order(analysis)
     held = layout.lanes
@@ -118,23 +126,66 @@ def cut(
     }
     seconds = [by_kind[lanes[stage].kind] for stage in held]
     least = None if settled is not None else least_starts(analysis, layout.hints, held)
-    if least is None and len(by_kind) == 1:
-        found: tuple[int, ...] | None = balanced_cuts(seconds[0], len(held))
-    else:
-        anywhere = [[0] * (len(order) + 1)] * len(held)
-        found = bounded_cuts(seconds, anywhere if least is None else least)
-    assert found is not None, "hints that cannot be met were refused"
-    cuts = _narrowed(_crossing(analysis, order), seconds, found, least)
+    crossing, read = _crossing(analysis, order), _first_reads(analysis, order)
     if settled is None:
-        return split_lanes(analysis, wholes, cuts, held)
+        for most in _where_stages_own(len(order), held, frozenset(read.values())):
+            found = _cuts(crossing, seconds, least, most)
+            made = None if found is None else split_lanes(analysis, wholes, found, held)
+            if made is not None and stage_without_parameter(made.stages) is None:
+                return made
+        raise UnsupportedError(
+            f"cannot cut the model into {len(lanes)} stages: one would hold no parameter, so that "
+            "its ranks have nothing to train; use fewer stages"
+        )
+    cuts = _cuts(crossing, seconds, None, None)
+    assert cuts is not None, "cuts anywhere are there"
     owners = {p.name: n for n, stage in enumerate(settled.stages) for p in stage.parameters}
-    read = _first_reads(analysis, order)
     moved = []
     for number, position in enumerate(cuts, start=1):
         low = max((at + 1 for name, at in read.items() if owners[name] < number), default=1)
         high = min((at for name, at in read.items() if owners[name] >= number), default=len(order))
         moved.append(min(max(position, low), high))
     return _with_owners(split_lanes(analysis, wholes, moved, held), wholes, owners, read)
+
+
+def stage_without_parameter(chunks: Sequence[StagePlan]) -> int | None:
+    """The first stage of a pipeline that owns no parameter, by the chunks of all stages."""
+    owned: dict[int, int] = {}
+    for chunk in sorted(chunks, key=lambda chunk: chunk.first_rank):
+        owned[chunk.first_rank] = owned.get(chunk.first_rank, 0) + len(chunk.parameters)
+    return next((n for n, count in enumerate(owned.values()) if not count), None)
+
+
+def _where_stages_own(
+    count: int, held: Sequence[int], read: Collection[int]
+) -> Iterator[Sequence[Sequence[int]] | None]:
+    """Where chunks may begin at last: anywhere, then so that one of each stage owns a parameter.
+
+    Args:
+        count: Number of forward nodes.
+        held: Stage of every chunk.
+        read: Positions of the forward nodes that are the first to read a parameter.
+    """
+    yield None
+    firsts = [held.index(stage) for stage in set(held)]
+    lasts = [len(held) - 1 - held[::-1].index(stage) for stage in set(held)]
+    for chunks in (firsts, lasts):
+        yield last_firsts(count, read, chunks, len(held))
+
+
+def _cuts(
+    crossing: Sequence[tuple[int, bool]],
+    seconds: Sequence[Sequence[float]],
+    least: Sequence[Sequence[int]] | None,
+    most: Sequence[Sequence[int]] | None,
+) -> tuple[int, ...] | None:
+    """Cuts where chunks take equally long and little crosses; None if none are within bounds."""
+    count = len(crossing) - 1
+    if least is None and most is None and all(own is seconds[0] for own in seconds):
+        return _narrowed(crossing, seconds, balanced_cuts(seconds[0], len(seconds)), None, None)
+    anywhere = [[0] * (count + 1)] * len(seconds)
+    found = bounded_cuts(seconds, anywhere if least is None else least, most)
+    return found and _narrowed(crossing, seconds, found, least, most)
 
 
 def _first_reads(analysis: Analysis, order: Sequence[str]) -> Mapping[str, int]:
@@ -213,6 +264,7 @@ def _narrowed(
     seconds: Sequence[Sequence[float]],
     cuts: Sequence[int],
     least: Sequence[Sequence[int]] | None,
+    most: Sequence[Sequence[int]] | None,
 ) -> tuple[int, ...]:
     """The cuts moved, within the slack and what hints ask for, to where least crosses."""
     count = len(crossing) - 1
@@ -224,7 +276,10 @@ def _narrowed(
 
     def met() -> bool:
         pieces = enumerate(pairwise([0, *found, count]))
-        return least is None or all(a >= least[chunk][b] for chunk, (a, b) in pieces)
+        return all(
+            (least is None or a >= least[chunk][b]) and (most is None or a <= most[chunk][b])
+            for chunk, (a, b) in pieces
+        )
 
     even_s = 1 / sum(1 / max(sum(own), _LEAST_S) for own in seconds)
     allowed = longest() + SLACK * even_s

@@ -101,8 +101,28 @@ def least_firsts(
     return [by_lane[lane] for lane in lanes]
 
 
+def last_firsts(
+    count: int, wanted: Collection[int], stages: Collection[int], num_stages: int
+) -> list[list[int]]:
+    """For every stage and end, the last position at which it may begin; -1 for none.
+
+    Args:
+        count: Number of forward nodes.
+        wanted: Positions of which each of ``stages`` must hold one.
+        stages: Those that must.
+        num_stages: Number of stages.
+    """
+    before = [-1]
+    for position in range(count):
+        before.append(position if position in wanted else before[-1])
+    anywhere = list(range(-1, count))
+    return [before if stage in stages else anywhere for stage in range(num_stages)]
+
+
 def bounded_cuts(
-    by_stage: Sequence[Sequence[float]], least: Sequence[Sequence[int]]
+    by_stage: Sequence[Sequence[float]],
+    least: Sequence[Sequence[int]],
+    most: Sequence[Sequence[int]] | None = None,
 ) -> tuple[int, ...] | None:
     """As `balanced_cuts` within bounds, for stages of any speeds; None if there are no such cuts.
 
@@ -112,9 +132,11 @@ def bounded_cuts(
     Args:
         by_stage: For every stage, the seconds it takes for each forward node.
         least: As of `least_firsts`.
+        most: As of `last_firsts`; by default anywhere.
     """
     sums = [np.concatenate([[0.0], np.cumsum(seconds)]) for seconds in by_stage]
-    bounds = [np.asarray(own) for own in least]
+    lasts = most or last_firsts(len(by_stage[0]), (), (), len(by_stage))
+    bounds = [(np.asarray(own), np.asarray(last)) for own, last in zip(least, lasts, strict=True)]
     most_s = max(float(own[-1]) for own in sums)
     low_s, high_s = 0.0, most_s
     found = _reached(sums, bounds, high_s)
@@ -131,8 +153,9 @@ def bounded_cuts(
     end = len(by_stage[0])
     for stage in range(len(least) - 1, 0, -1):
         own = sums[stage]
-        first = max(bounds[stage][end], np.searchsorted(own, own[end] - high_s - _ROUNDING))
-        end = int(first + np.flatnonzero(found[stage][first:end])[0])
+        begin, last = (int(bound[end]) for bound in bounds[stage])
+        first = max(begin, int(np.searchsorted(own, own[end] - high_s - _ROUNDING)))
+        end = int(first + np.flatnonzero(found[stage][first : last + 1])[0])
         cuts.append(end)
     return tuple(reversed(cuts))
 
@@ -141,16 +164,18 @@ _ROUNDING = 1e-15
 
 
 def _reached(
-    sums: Sequence[np.ndarray], bounds: Sequence[np.ndarray], longest_s: float
+    sums: Sequence[np.ndarray],
+    bounds: Sequence[tuple[np.ndarray, np.ndarray]],
+    longest_s: float,
 ) -> list[np.ndarray] | None:
     """For every stage, whether it can begin at each position; None if the last cannot end."""
     ends = np.arange(len(sums[0]))
     reached = [ends == 0]
-    for own, least in zip(sums, bounds, strict=True):
+    for own, (least, most) in zip(sums, bounds, strict=True):
         shortest = np.searchsorted(own, own - longest_s - _ROUNDING)
         before = np.concatenate([[0], np.cumsum(reached[-1])])
         first = np.minimum(np.maximum(least, shortest), ends)
-        reached.append(before[ends] > before[first])
+        reached.append(before[most + 1] > before[first])
     return reached if reached[-1][-1] else None
 
 

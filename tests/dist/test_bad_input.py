@@ -172,7 +172,7 @@ CASES: dict[str, Case] = {
     "stage without parameters": (
         lambda: compile_mlp(hint.degrees(pp=2), model=Short(), loss=square_loss),
         UnsupportedError,
-        ("stage 1 would hold no parameter", "fewer stages"),
+        ("into 2 stages", "hold no parameter", "fewer stages"),
     ),
     "more microbatches than samples": (
         lambda: compile_mlp(hint.microbatches(9)),

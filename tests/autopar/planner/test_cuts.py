@@ -7,6 +7,7 @@ import itertools
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,7 +18,7 @@ from autopar.plan.records import Plan
 from autopar.planner.driver import make_plan
 from autopar.planner.request import Request
 from autopar.search.analysis import Analysis, analyse
-from autopar.search.stages import bounded_cuts, least_firsts
+from autopar.search.stages import bounded_cuts, last_firsts, least_firsts
 from cost_models.cluster import Cluster
 from tests.oracles.models import llama
 
@@ -52,13 +53,17 @@ def test_bounded_cuts_equal_brute_force(data: st.DataObject) -> None:
     seconds = [by_lane[lane] for lane in lanes]
     cuts = data.draw(st.sets(st.integers(1, count - 1), max_size=2))
     homes = data.draw(st.dictionaries(st.integers(0, count - 1), st.integers(0, 1), max_size=2))
+    wanted = data.draw(st.sets(st.integers(0, count - 1)))
+    needy = data.draw(st.sets(st.integers(0, len(lanes) - 1)))
     longest = []
     for places in itertools.combinations(range(1, count), len(lanes) - 1):
         pieces = list(itertools.pairwise([0, *places, count]))
         runs = {at: lane for lane, (a, b) in zip(lanes, pieces, strict=True) for at in range(a, b)}
-        if cuts <= set(places) and all(runs[at] == lane for at, lane in homes.items()):
+        has = all(wanted.intersection(range(*pieces[stage])) for stage in needy)
+        if has and cuts <= set(places) and all(runs[at] == lane for at, lane in homes.items()):
             longest.append(longest_of(seconds, pieces))
-    found = bounded_cuts(seconds, least_firsts(count, cuts, homes, lanes))
+    most = last_firsts(count, wanted, needy, len(lanes))
+    found = bounded_cuts(seconds, least_firsts(count, cuts, homes, lanes), most)
     assert (found is None) == (not longest)
     if found is not None:
         pieces = list(itertools.pairwise([0, *found, count]))
@@ -85,6 +90,32 @@ def test_a_module_runs_on_the_stage_a_hint_says() -> None:
     assert "lm_head" in modules_of(two, 3)
     assert any("layers.0" in module for module in modules_of(two, 0))
     assert not any("layers.0" in m for chunk in (1, 2) for m in modules_of(two, chunk))
+
+
+class Front(torch.nn.Module):
+    """Two small layers, and behind them what takes most of the time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(self.first(x).relu())
+        for _ in range(8):
+            x = torch.cat([x, x.sin() + x.cos()], 1)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v"])
+def test_every_stage_is_given_a_parameter(schedule: str) -> None:
+    captured = capture_step(Front(), torch.ones(4, 4), grad=True)
+    hints = (hint.degrees(pp=2, dp=1, tp=1), hint.microbatches(1), hint.schedule(schedule))
+    if schedule == "interleaved":
+        hints = (hints[0], hint.microbatches(2), hints[2])
+    request = Request(model="m", fingerprint="f", cluster=Cluster.local(2), hints=hints)
+    plan = make_plan(analyse(captured.graph), request)
+    for stage in range(2):
+        assert any(chunk.parameters for chunk in plan.chunks_of(stage).values())
 
 
 @pytest.mark.parametrize(
