@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.errors import InfeasibleError, SearchTimeoutError
+from autopar.errors import (
+    AutoparError,
+    HintError,
+    InfeasibleError,
+    SearchTimeoutError,
+    UnsupportedError,
+)
 from autopar.plan.wording import bytes_text
 from autopar.planner.hints import Settled
 from autopar.planner.lanes import prepare
@@ -20,8 +27,11 @@ from cost_models.cluster import Cluster
 
 def nothing_fits(
     analysis: Analysis, settled: Settled, failures: Sequence[Failure], cluster: Cluster
-) -> InfeasibleError | SearchTimeoutError:
+) -> AutoparError:
     """The error that says how near the meshes came, or that the time ran out."""
+    impossible = [f for f in failures if f.contradicts is not None]
+    if impossible and all(f.proven and f.least_bytes == math.inf for f in failures):
+        return _contradiction(analysis, impossible[0])
     least = min((f.least_bytes for f in failures), default=float("inf"))
     limit = min(settled.usable_bytes(run.device) for run in cluster.devices)
     if not all(f.proven or f.least_bytes < float("inf") for f in failures):
@@ -48,6 +58,23 @@ def nothing_fits(
         f"cannot fit the step into {bytes_text(limit)} a rank: the least found over "
         f"{len(failures)} meshes needs {bytes_text(least)}{where}{largest}; use more ranks, "
         "a smaller batch, or raise hint.memory_limit"
+    )
+
+
+def _contradiction(analysis: Analysis, failure: Failure) -> HintError | UnsupportedError:
+    """The error where no memory were enough: microbatches, or hints, that the step cannot have."""
+    name = (failure.contradicts or "").partition(":")[0]
+    node = analysis.graph.by_name.get(name)
+    made = "a value" if node is None else f"what {node.op!r} in {node.source} makes"
+    if failure.mesh.time_axis is not None:
+        return UnsupportedError(
+            f"cannot run {failure.mesh.microbatches} microbatches: {made} is returned or read for "
+            "the whole batch at once; use hint.microbatches(1), return a sum or mean over the "
+            "samples instead, or name a module around it with hint.per_microbatch"
+        )
+    return HintError(
+        f"cannot shard the step as the hints say: {made} cannot be brought to where it is read; "
+        "drop one of the hints"
     )
 
 

@@ -210,6 +210,12 @@ class MeshSearch:
         """Bytes a rank may use by the problem at first, which knows stages on average alone."""
         return self.allowed * (1 - UNEVEN) if self.num_stages > 1 else self.allowed
 
+    @property
+    def is_impossible(self) -> bool:
+        """Whether no choices fit together, whatever memory there is."""
+        solution = self.unlimited.solution
+        return solution is not None and solution.status == "infeasible"
+
     def hides_less(self, candidate: Candidate) -> bool:
         """Whether copies hide behind less compute than was reckoned with, which is noted.
 

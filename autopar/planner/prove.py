@@ -11,6 +11,7 @@ from autopar.planner.lanes import LESS, WORTH, Lanes, MeshSearch, shared_s
 from autopar.planner.request import Candidate, Failure, Request
 from autopar.search.analysis import Analysis
 from autopar.search.build import Built
+from autopar.search.consistent import contradiction
 from autopar.search.intra import Least, least_bytes, moment_of
 from autopar.search.problem import Solution
 
@@ -102,6 +103,9 @@ def _tightened(
             continue
         for kind, (found, solution) in solved.items():
             if not solution.choice:
+                if kind.is_impossible:
+                    stuck = contradiction(kind.plain.problem) or ""
+                    return Failure(kind.plain.mesh, True, math.inf, contradicts=stuck)
                 if least.num_bytes == float("inf"):
                     least = least_bytes(found.problem, time_limit_s=time_limit_s)
                     least = replace(least, num_bytes=least.num_bytes / num_stages)

@@ -121,6 +121,8 @@ class Failure:
         least_bytes: The least that was seen; ``moment`` where it is held.
         host_bytes: Of host memory, what hints ask for, where that is why.
         too_slow: Whether it was given up for its seconds.
+        contradicts: Value that cannot be brought to where it is read, where no memory were enough;
+            empty if none is known, None where memory or time is why.
     """
 
     mesh: Mesh
@@ -129,3 +131,4 @@ class Failure:
     moment: str = ""
     host_bytes: float = 0.0
     too_slow: bool = False
+    contradicts: str | None = None

@@ -189,6 +189,14 @@ CASES: dict[str, Case] = {
         UnsupportedError,
         ("needs the whole batch",),
     ),
+    "a row for every sample of microbatches": (
+        lambda: compile_mlp(
+            hint.microbatches(2),
+            loss=lambda model, batch: (mean_loss(model, batch), {"out": model(batch["x"])}),
+        ),
+        UnsupportedError,
+        ("2 microbatches", "'aten.add.Tensor' in module 'down'", "returned or read for the whole"),
+    ),
     "unknown schedule": (
         lambda: compile_mlp(hint.degrees(pp=2), hint.schedule("1f1bb")),
         HintError,
