@@ -175,6 +175,7 @@ class Program:
         microbatches: How often the loop sections run.
         microbatch: The microbatch whose sizes the loop sections have; others of the same size run
             the same instructions.
+        copy_room_bytes: As of `StagePlan.copy_room_bytes`.
     """
 
     mesh: Mesh
@@ -189,6 +190,7 @@ class Program:
     receives: tuple[Message, ...] = ()
     microbatches: int = 1
     microbatch: int = 0
+    copy_room_bytes: int | None = None
 
     @property
     def results(self) -> tuple[Ref, ...]:

@@ -258,6 +258,7 @@ class _Lowering:
             receives=tuple(self.receives),
             microbatches=self.stage.mesh.microbatches,
             microbatch=0 if self.time is None else self.build.coordinates[self.time],
+            copy_room_bytes=self.stage.copy_room_bytes,
         )
 
     def _instructions(self) -> tuple[Instruction, ...]:

@@ -289,6 +289,11 @@ def _check_offloaded(stage: StagePlan, graph: Graph) -> None:
             raise _edited(f"it offloads value {name!r}, which the forward does not make")
         if node.name in stage.recomputed:
             raise _edited(f"it offloads value {name!r}, which it recomputes as well")
+    room = stage.copy_room_bytes
+    if room is not None and room < 0:
+        raise _edited(f"it leaves {room:,} bytes for copies on their way; 0 is the least")
+    if room is not None and not stage.copies:
+        raise _edited(f"it leaves {room:,} bytes for copies on their way, of which there are none")
 
 
 def _check_follows(stage: StagePlan, graph: Graph, follows: Follows | None) -> None:

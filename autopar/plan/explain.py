@@ -15,11 +15,13 @@ from autopar.ir.graph import DTYPE_BYTES
 from autopar.ir.sharding import Mesh, Sharding, Split, max_local_elements, whole
 from autopar.plan.text import (
     KEY_OPS,
+    OFFLOADED,
     WIDTH,
     add_grouped,
     add_row,
     alone_text,
     collective_table,
+    copies_text,
     legend,
     mesh_text,
     op_of,
@@ -75,7 +77,10 @@ def explain_view(plan: Plan, module: str = "") -> RenderableType:
             if rows:
                 parts.append(section(title, [_filled(columns, rows)]))
                 cells += [cell for row in rows for cell in row.meaning[1:]]
-        parts += [section(w, [made]) for w, made in saving_tables(plan, stage, roots).items()]
+        savings = saving_tables(plan, stage, roots)
+        parts += [section(what, [made]) for what, made in savings.items()]
+        if OFFLOADED in savings:
+            parts.append(section(copies_text(stage), []))
     alone = [
         path
         for path in plan.per_microbatch

@@ -241,6 +241,9 @@ class StagePlan:
         forgotten: Backward node to the recomputed nodes whose results are dropped before it: what
             reads them from there on makes them once more.
         offloaded: Of what is kept, the values (as text) that wait for the backward in host memory.
+        copy_room_bytes: Bytes by which copies on their way to host memory and back may raise the
+            most that a program holds when none is. None: as many as twice the largest of each
+            direction takes.
         added_up: Value (as text) to the sharding in which the terms of microbatches are added up;
             what is not here is added up as it is made, and joined over ranks once.
     """
@@ -254,6 +257,7 @@ class StagePlan:
     recomputed: tuple[str, ...] = ()
     forgotten: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     offloaded: tuple[str, ...] = ()
+    copy_room_bytes: int | None = None
     added_up: Mapping[str, Sharding] = field(default_factory=dict)
 
     @property

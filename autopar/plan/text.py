@@ -207,6 +207,8 @@ def _stage(plan: Plan, stage: StagePlan, number: int) -> Iterator[RenderableType
     yield legend(cell for one in parameters + values for cell in one.meaning[1:])
     for what, made in saving_tables(plan, stage).items():
         yield section(f"{what}{title}", [made])
+    if stage.copy_room_bytes is not None:
+        yield section(f"{copies_text(stage)}{title}", [])
 
 
 RECOMPUTED, OFFLOADED = "recomputed in the backward", "offloaded to host memory"
@@ -225,6 +227,14 @@ def saving_tables(plan: Plan, stage: StagePlan, roots: Sequence[str] = ()) -> Ma
             add_grouped(made, rows)
             found[what] = made
     return found
+
+
+def copies_text(stage: StagePlan) -> str:
+    """What copies to host memory and back, where there are any, may hold on their way, in words."""
+    if stage.copy_room_bytes is None:
+        return "on their way: twice the largest copy of each direction" if stage.copies else "none"
+    room = bytes_text(stage.copy_room_bytes)
+    return f"on their way: {room} of copies more than is held without any"
 
 
 def savings_by_module(

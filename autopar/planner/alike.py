@@ -91,6 +91,7 @@ class _Writer:
                 self._source(self.analysis.copies.parameters[own.name]),
                 own.stored,
                 own.state_on_host,
+                own.on_host,
                 self._result(at, self.graph.gradients.get(own.name)),
             )
             for own in stage.parameters
@@ -112,7 +113,7 @@ class _Writer:
             tuple(row for row in added if row[0] is not None),
         )
         inputs = tuple(stage.inputs.items())
-        return nodes, parameters, results, known, inputs, stage.mesh
+        return nodes, parameters, results, known, inputs, stage.mesh, stage.copy_room_bytes
 
     def transfer(self, transfer: Transfer, order: Mapping[int, int]) -> Hashable:
         """What crosses, from or to the lane."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 from autopar.cost.node import NodeCost
 from autopar.ir.graph import CONSTANT, INPUT, KEY, SOURCE_OPS, Node, Phase
@@ -43,30 +44,127 @@ def evaluate(
     """Lower a solution for every distinct rank, and simulate what they run.
 
     The step is that of the slowest rank; the memory that of the rank that holds most of what its
-    device lets it hold.
+    device lets it hold. Where copies on their way hold too much, or nothing hides them, they get
+    the room that memory leaves, if what they take then fits and is faster.
     """
+    own = _Solved(analysis, request, cost, built, solution, limit_of)
     stage = decode(built, analysis, solution)
-    found = _every_rank(analysis, request, cost, stage)
-    slow, update_s = max(((s, u) for s, _, u, _ in found), key=lambda own: own[0].seconds + own[1])
-    limits = [limit_of(device) for *_, device in found]
-    memory = _fullest([memory for _, memory, _, _ in found], limits)
-    tight = max(range(len(found)), key=lambda at: found[at][1].total_bytes / limits[at])
-    return Candidate(
-        mesh=built.mesh,
-        built=built,
-        solution=solution,
-        pipeline=Pipeline((stage,), ()),
-        costs=(cost,),
-        schedule="1f1b",
-        simulation=slow,
-        memory=memory,
-        limit_bytes=limits[tight],
-        update_s=update_s,
-        objective_s=solution.objective_s,
-        bound_s=solution.bound_s,
-        host_bytes=memory.host_bytes,
-        fullest_node=_fullest_node(analysis, found[tight][0], found[tight][1]),
-    )
+    ranks, taken = _every_rank(own, stage)
+    found = own.candidate(stage, taken)
+    over = found.memory.total_bytes > found.limit_bytes
+    exposed = found.simulation.copy_exposed_s >= FASTER * found.step_s
+    if not stage.copies or not (over or exposed):
+        return found
+    # Bytes that are free at the peak where nothing is on its way.
+    room = min(t.limit_bytes - t.memory.total_bytes for t in own.taken(ranks, room_bytes=0))
+    if room < 0:
+        return found
+    roomy = own.candidate(replace(stage, copy_room_bytes=room), own.taken(ranks, room_bytes=room))
+    if roomy.memory.total_bytes > roomy.limit_bytes or not (over or roomy.step_s < found.step_s):
+        return found
+    if not over or roomy.simulation.copy_exposed_s == 0:
+        return roomy
+    return replace(roomy, crowded_bytes=found.memory.total_bytes - found.limit_bytes + room)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """A rank's program before its collectives and copies are spread.
+
+    Attributes:
+        program: The program.
+        device: The rank's, which prices it.
+        repeats: Copies of blocks that it lacks.
+        away: Parameters whose state is in host memory.
+    """
+
+    program: Program
+    device: Device
+    repeats: Repeats
+    away: Collection[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Taken:
+    """What a step takes on a rank, and the bytes that it may hold."""
+
+    simulation: Simulation
+    memory: Memory
+    update_s: float
+    limit_bytes: int
+
+    @property
+    def step_s(self) -> float:
+        return self.simulation.seconds + self.update_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Solved:
+    """A solution and what it is lowered with, as of `evaluate`."""
+
+    analysis: Analysis
+    request: Request
+    cost: NodeCost
+    built: Built
+    solution: Solution
+    limit_of: Callable[[Device], int]
+
+    def ranks(self, short: Short) -> list[_Rank]:
+        """Every distinct rank of a step, shortened."""
+        (stage,) = short.stages
+        cost, found = self.cost, []
+        for coordinates in distinct_coordinates(short.graph, stage):
+            device = cost.device
+            if stage.mesh.shares:
+                device = slowest(_devices_alike(self.request.cluster, stage.mesh, coordinates))
+            rules = self.analysis.rules
+            program = lower(short.graph, rules, stage, coordinates, cost.collective_s)
+            found.append(_Rank(program, device, short.repeats, states_on_host(stage)))
+        return found
+
+    def taken(self, ranks: Sequence[_Rank], room_bytes: int | None = None) -> list[_Taken]:
+        """What a step takes on each rank, with so much room for copies on their way."""
+        seconds, optimizer = self.cost.collective_s, self.request.optimizer
+        # All ranks order their collectives alike: as the first one's device would.
+        first = prices(self.request.cluster.device(0), seconds)
+        found = []
+        for rank in ranks:
+            program = overlap(replace(rank.program, copy_room_bytes=room_bytes), first)
+            simulation = simulate_loop(program, prices(rank.device, seconds), rank.repeats)
+            memory = predicted_memory(program, simulation, optimizer, rank.repeats, rank.away)
+            update = update_of(program, optimizer, rank.repeats, rank.away)
+            found.append(
+                _Taken(
+                    simulation=simulation,
+                    memory=memory,
+                    update_s=update.seconds(rank.device),
+                    limit_bytes=self.limit_of(rank.device),
+                )
+            )
+        return found
+
+    def candidate(self, stage: StagePlan, taken: Sequence[_Taken]) -> Candidate:
+        """The plan and what its ranks take."""
+        slow = max(taken, key=lambda rank: rank.step_s)
+        limits = [rank.limit_bytes for rank in taken]
+        memory = _fullest([rank.memory for rank in taken], limits)
+        tight = max(taken, key=lambda rank: rank.memory.total_bytes / rank.limit_bytes)
+        return Candidate(
+            mesh=self.built.mesh,
+            built=self.built,
+            solution=self.solution,
+            pipeline=Pipeline((stage,), ()),
+            costs=(self.cost,),
+            schedule="1f1b",
+            simulation=slow.simulation,
+            memory=memory,
+            limit_bytes=tight.limit_bytes,
+            update_s=slow.update_s,
+            objective_s=self.solution.objective_s,
+            bound_s=self.solution.bound_s,
+            host_bytes=memory.host_bytes,
+            fullest_node=_fullest_node(self.analysis, tight.simulation, tight.memory),
+        )
 
 
 def _fullest_node(analysis: Analysis, simulation: Simulation, memory: Memory) -> str:
@@ -107,42 +205,19 @@ def _most_on_a_node(cluster: Cluster, stages: Sequence[tuple[int, int]]) -> floa
     return max(sum(by_rank[at : at + each]) / each for at in range(0, len(by_rank), each))
 
 
-def _every_rank(
-    analysis: Analysis, request: Request, cost: NodeCost, stage: StagePlan
-) -> list[tuple[Simulation, Memory, float, Device]]:
-    """What a step takes on every distinct rank: simulation, memory, update; and its device.
+def _every_rank(own: _Solved, stage: StagePlan) -> tuple[list[_Rank], list[_Taken]]:
+    """Every distinct rank of a step, and what it takes there.
 
     With few copies of repeated blocks; with more where those at the edges of a stretch differ, in
     the end with all. What goes to the host waits for what went before it, from block to block, and
     what is forgotten differs from block to block: then no stretch repeats.
     """
     for beside in () if stage.copies or stage.forgotten else (REACH, REACH + 1):
-        try:
-            return _ranks_of(analysis, request, cost, shorten(analysis, (stage,), beside=beside))
-        except NotPeriodicError:
-            pass
-    return _ranks_of(analysis, request, cost, Short(analysis.graph, (stage,)))
-
-
-def _ranks_of(
-    analysis: Analysis, request: Request, cost: NodeCost, short: Short
-) -> list[tuple[Simulation, Memory, float, Device]]:
-    """What a step, shortened, takes on every distinct rank."""
-    found = []
-    (stage,) = short.stages
-    away = states_on_host(stage)
-    for coordinates in distinct_coordinates(short.graph, stage):
-        device = cost.device
-        if stage.mesh.shares:
-            device = slowest(_devices_alike(request.cluster, stage.mesh, coordinates))
-        lowered = lower(short.graph, analysis.rules, stage, coordinates, cost.collective_s)
-        # All ranks order their collectives alike: as the first one's device would.
-        program = overlap(lowered, prices(request.cluster.device(0), cost.collective_s))
-        simulation = simulate_loop(program, prices(device, cost.collective_s), short.repeats)
-        memory = predicted_memory(program, simulation, request.optimizer, short.repeats, away)
-        update = update_of(program, request.optimizer, short.repeats, away)
-        found.append((simulation, memory, update.seconds(device), device))
-    return found
+        with suppress(NotPeriodicError):
+            ranks = own.ranks(shorten(own.analysis, (stage,), beside=beside))
+            return ranks, own.taken(ranks)
+    ranks = own.ranks(Short(own.analysis.graph, (stage,)))
+    return ranks, own.taken(ranks)
 
 
 def _devices_alike(cluster: Cluster, mesh: Mesh, coordinates: Sequence[int]) -> list[Device]:
@@ -185,7 +260,7 @@ def evaluate_stages(
 
 
 FASTER = 1e-3
-"""Least part of the step for which another schedule of the same chunks is taken."""
+"""Least part of the step for which another schedule of the same chunks, or more room, is tried."""
 
 
 def _staged(

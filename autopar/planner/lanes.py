@@ -200,6 +200,7 @@ class MeshSearch:
         self.allowed = float(limit_of(cost.device))
         self.host_limit = self.host_allowed = float(cost.device.host_memory_bytes)
         self.hides = 1.0
+        self.reserved = 0.0
         self.joint: Built | None = None
         self.last: tuple[tuple[object, ...], tuple[Built, Solution]] | None = None
         self.alike = False
@@ -228,7 +229,13 @@ class MeshSearch:
         if self.hides == 0 or (self.hides == 1 and not exposed):
             return False
         self.hides = hides if exposed and hides < (1 - WORTH) * self.hides else 0.0
+        self.reserved = 0.0
         return True
+
+    def leaves_room(self, candidate: Candidate) -> bool:
+        """Whether copies wait for room that was not left for them; from here on it is."""
+        before, self.reserved = self.reserved, max(self.reserved, float(candidate.crowded_bytes))
+        return before == 0 < self.reserved
 
     def host_asked(self, time_limit_s: float) -> float:
         """Bytes of host memory a rank that hints ask for, if they are more than there are."""
@@ -284,7 +291,7 @@ class MeshSearch:
         unbound = self._unbound(time_limit_s)
         if (limit is None and not self.forced) or not unbound.choice:
             return self.plain, unbound
-        asked = (limit, self.host_limit, self.hides, self.alike)
+        asked = (limit, self.host_limit, self.hides, self.reserved, self.alike)
         if self.last is None or self.last[0] != asked or self.last[1][0] is not self.joint:
             self.last = asked, self._solved(unbound, limit, time_limit_s)
         return self.last[1]
@@ -293,7 +300,7 @@ class MeshSearch:
         self, unbound: Solution, limit: float | None, time_limit_s: float
     ) -> tuple[Built, Solution]:
         """As `within`, where memory or a hint may ask for more than the plain problem has."""
-        total = None if limit is None else limit * self.num_stages
+        total = None if limit is None else (limit - self.reserved) * self.num_stages
         if self.joint is None:
             near = self._near(unbound, total, time_limit_s)
             self.joint = with_reruns(self.plain, near, every=self.every)

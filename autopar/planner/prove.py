@@ -34,8 +34,9 @@ def prove(
     """Solve the meshes of all stages until what is lowered fits.
 
     A step without a pipeline is not lowered if the search models more than ``beat_s`` for it. Where
-    copies to the host hide behind less than was reckoned with, what is fastest then is tried too,
-    and in the end what is fastest without them. Where nothing fits that treats copies of a block
+    copies to the host wait for room, what is fastest with room for them is tried too; where they
+    hide behind less than was reckoned with, what is fastest then, and in the end what is fastest
+    without them. Where nothing fits that treats copies of a block
     unlike each other, all are treated alike.
     """
     best: Candidate | None = None
@@ -43,7 +44,8 @@ def prove(
         outcome = _tightened(analysis, request, search, time_limit_s, beat_s, best)
         if isinstance(outcome, Candidate):
             best = outcome if best is None or outcome.step_s < best.step_s else best
-            if not [kind for kind in search.kinds if kind.hides_less(outcome)]:
+            again = [k for k in search.kinds if k.leaves_room(outcome) or k.hides_less(outcome)]
+            if not again:
                 return best
         elif best is not None or outcome.proven or outcome.too_slow:
             return best or outcome

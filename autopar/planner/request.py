@@ -79,6 +79,8 @@ class Candidate:
         fullest_node: Captured node at which that rank holds most; empty where that is the update,
             or was not asked.
         limited: Whether memory kept it from being faster.
+        crowded_bytes: Room that copies on their way would take if there were so much, where the step
+            is slower since there is less.
     """
 
     mesh: Mesh
@@ -96,6 +98,7 @@ class Candidate:
     host_bytes: float = 0.0
     fullest_node: str = ""
     limited: bool = False
+    crowded_bytes: int = 0
 
     @property
     def step_s(self) -> float:

@@ -13,6 +13,7 @@ from autopar.plan.text import (
     RECOMPUTED,
     add_grouped,
     add_row,
+    copies_text,
     memory_kinds,
     mesh_text,
     parameter_cells,
@@ -75,6 +76,7 @@ def _facts(a: Plan, b: Plan) -> Iterator[tuple[str, str, str]]:
         ("mesh", _mesh(a), _mesh(b)),
         ("from each microbatch alone", _alone(a), _alone(b)),
         ("idle", _idle(a), _idle(b)),
+        ("copies", _copies(a), _copies(b)),
         ("hints", ", ".join(a.hints) or "none", ", ".join(b.hints) or "none"),
         ("notes", "; ".join(a.notes) or "none", "; ".join(b.notes) or "none"),
     ):
@@ -97,6 +99,10 @@ def _alone(plan: Plan) -> str:
 
 def _idle(plan: Plan) -> str:
     return ranks_text(plan.idle_ranks) if plan.idle_ranks else "none"
+
+
+def _copies(plan: Plan) -> str:
+    return "; ".join(dict.fromkeys(map(copies_text, plan.stages)))
 
 
 def _predictions(a: Plan, b: Plan) -> Iterator[tuple[str, str, str, str]]:

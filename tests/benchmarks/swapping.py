@@ -3,8 +3,7 @@
 Four blocks of GPT-2 medium on one V100, over a PCIe link of 12 GB/s and an NVLink to the host of
 75 GB/s. Of the tensors that cross into the backward the first n leave, and come back so far ahead;
 the planner gets the memory that such a program takes as its limit. Steps are *simulated*; - says
-that the planner found nothing that fits. It does not reckon with copies that are on their way, of
-which a program that brings everything back late has fewer.
+that the planner found nothing that fits.
 """
 
 from __future__ import annotations

@@ -68,6 +68,7 @@ def stages(draw: st.DrawFn) -> StagePlan:
         nodes=draw(_named(st.builds(NodePlan, name=names, operands=many, outputs=many))),
         kept=draw(st.dictionaries(names, many, max_size=3)),
         recomputed=draw(st.lists(names, max_size=3).map(tuple)),
+        copy_room_bytes=draw(st.none() | counts),
     )
 
 

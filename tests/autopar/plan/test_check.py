@@ -189,6 +189,10 @@ def _node(entry: NodePlan) -> Callable[[StagePlan], StagePlan]:
             lambda s: replace(s, nodes=s.nodes[1:]),
             "it does not place node 'mm', 'aten.mm.default' of module 'up' (model.py:12)",
         ),
+        (
+            lambda s: replace(s, copy_room_bytes=4096),
+            "it leaves 4,096 bytes for copies on their way, of which there are none",
+        ),
         (lambda s: replace(s, first_rank=2), "stage 0 has ranks 2 to 5 of 4"),
         (
             lambda s: replace(s, parameters=s.parameters * 2),

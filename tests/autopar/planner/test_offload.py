@@ -62,14 +62,17 @@ def within(analysis: Analysis, cluster: Cluster, part: float, *hints: Hint) -> P
     return planned(analysis, cluster, hint.memory_limit(limit), *hints)
 
 
-@pytest.mark.parametrize(("ranks", "link"), [(1, 3e8), (2, 1e9), (1, 2e10)])
+@pytest.mark.parametrize(
+    ("ranks", "link", "has_room"), [(1, 3e8, False), (2, 1e9, True), (1, 2e10, False)]
+)
 def test_predicted_bytes_are_counted_and_nothing_changes_to_the_bit(
-    captured: tuple[Analysis, Any], ranks: int, link: float
+    captured: tuple[Analysis, Any], ranks: int, link: float, has_room: bool
 ) -> None:
     analysis, found = captured
     cluster = hosted(ranks, link)
     plan = within(analysis, cluster, 0.6)
     assert plan.stage.offloaded
+    assert (plan.stage.copy_room_bytes is not None) == has_room
     assert from_json(to_json(plan)) == plan
     mesh = plan.mesh
     seconds = axis_seconds(cluster, mesh)
@@ -138,6 +141,21 @@ def test_no_number_of_swapped_tensors_is_faster_within_its_memory(
         if own.lead:
             assert own.memory_bytes < before
             before = own.memory_bytes
+
+
+def test_a_plan_fits_where_what_leaves_comes_back_late(captured: tuple[Analysis, Any]) -> None:
+    """Copies ahead wait for the room that memory leaves them; the plan says how much."""
+    analysis, _ = captured
+    cluster = hosted(1, 1e9)
+    free = planned(analysis, cluster)
+    (own,) = swapped(analysis, cluster, free, (0.75,), (0.0,))
+    plan = planned(analysis, cluster, hint.memory_limit(own.memory_bytes))
+    assert plan.prediction.memory.total_bytes <= own.memory_bytes
+    assert plan.prediction.step_s < own.step_s
+    assert plan.stage.copy_room_bytes is not None
+    assert from_json(to_json(plan)) == plan
+    for text in (str(plan), plan.explain("h.1"), diff(free, plan)):
+        assert "of copies more than is held without any" in text
 
 
 def test_every_stage_of_a_pipeline_offloads_what_its_own_backward_reads(
