@@ -79,8 +79,8 @@ class Candidate:
         fullest_node: Captured node at which that rank holds most; empty where that is the update,
             or was not asked.
         limited: Whether memory kept it from being faster.
-        crowded_bytes: Room that copies on their way would take if there were so much, where the step
-            is slower since there is less.
+        crowded_bytes: Room that copies on their way would take if there were so much; 0 where the
+            step is not slower for having less.
     """
 
     mesh: Mesh
