@@ -258,31 +258,14 @@ def _add_flows(program: IntegerProgram, problem: Problem, columns: Columns) -> N
             for layout, column in zip(value.gives, columns.again[value.rerun], strict=True):
                 there[layout].append((column, 1.0))
         exact = [_demand(value, columns.pick[need.node], need.layouts) for need in value.backward]
-        least = _again(program, value, columns)
+        least = _again(value, columns)
         copied = columns.over_link[Way.IN_LATE]
         _add_phase(program, value, there, exact, least, added_up, copied)
 
 
-def _again(program: IntegerProgram, value: Value, columns: Columns) -> list[_Terms]:
-    """What the classes that read the value need of it when they run again, as one demand.
-
-    Where several read it in the same layout, it is there for all of them.
-    """
-    if not value.again:
-        return []
-    each = [_demand(value, columns.again[a.rerun], a.layouts) for a in value.again]
-    if len(each) == 1:
-        return each
-    found: _Terms = []
-    for layout in range(value.num_layouts):
-        wanted = [terms[layout] for terms in each if terms[layout]]
-        if len(wanted) > 1:
-            (most,) = program.columns([0.0], upper=np.inf)
-            for terms in wanted:
-                program.row(0, np.inf, [(most, 1.0), *((c, -a) for c, a in terms)])
-            wanted = [[(most, 1.0)]]
-        found.append(wanted[0] if wanted else [])
-    return [found]
+def _again(value: Value, columns: Columns) -> list[_Terms]:
+    """What each class that reads the value needs of it when it runs again."""
+    return [_demand(value, columns.again[own.rerun], own.layouts) for own in value.again]
 
 
 _Terms = list[list[tuple[int, float]]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hypothesis import event, given
+from hypothesis import strategies as st
 
 from autopar.search.consistent import contradiction
 from autopar.search.problem import Arc, Choices, Need, Problem, Value
@@ -12,8 +13,15 @@ from tests.autopar.search.test_intra import problems
 from tests.oracles.brute import brute_force
 
 
-@given(problems())
-def test_only_problems_without_a_solution_have_a_contradiction(problem: Problem) -> None:
+@given(problems(), st.sets(st.integers(0, 5)))
+def test_only_problems_without_a_solution_have_a_contradiction(
+    whole: Problem, there: set[int]
+) -> None:
+    sparse = [
+        replace(value, arcs=tuple(arc for at, arc in enumerate(value.arcs) if at in there))
+        for value in whole.values
+    ]
+    problem = replace(whole, values=tuple(sparse))
     found = contradiction(problem)
     event(f"{found is not None}")
     if found is not None:

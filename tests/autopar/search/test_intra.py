@@ -96,10 +96,12 @@ def recomputing_problems(draw: st.DrawFn) -> Problem:
         # A node that runs again reads only what is made before it.
         later = [r for r in range(len(reruns)) if reruns[r].node > value.producer]
         if later and draw(st.booleans()):
-            reader = draw(st.sampled_from(later))
-            choices = plain.nodes[reruns[reader].node].seconds
             layouts = st.integers(0, value.num_layouts - 1)
-            again = (Again(reader, tuple(draw(layouts) for _ in choices)),)
+            readers = draw(st.lists(st.sampled_from(later), min_size=1, max_size=2, unique=True))
+            again = tuple(
+                Again(r, tuple(draw(layouts) for _ in plain.nodes[reruns[r].node].seconds))
+                for r in readers
+            )
         rerun = None if value.persistent else of.get(value.producer)
         values.append(replace(value, rerun=rerun, again=again))
     moments = tuple(
@@ -278,6 +280,39 @@ def test_offload_and_recompute_equal_brute_force(problem: Problem) -> None:
 @given(recomputing_problems())
 def test_recompute_equals_brute_force(problem: Problem) -> None:
     test_program_equals_brute_force.hypothesis.inner_test(problem)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("least", [0.0, 1.0])
+def test_what_runs_again_may_be_read_in_two_layouts(least: float) -> None:
+    def node(name: str) -> Choices:
+        none = (0.0,)
+        return Choices(name=name, count=1, seconds=(1.0,), resident_bytes=none, gradient_bytes=none)
+
+    def value(producer: int, readers: dict[int, int]) -> Value:
+        """Read again by some nodes, each in a layout; by the last node in the backward if none."""
+        return Value(
+            name=f"v{producer}",
+            producer=producer,
+            gives=(0,),
+            num_layouts=2,
+            arcs=(Arc(0, 1, 2.0),),
+            forward=tuple(Need(n, (layout,)) for n, layout in readers.items()),
+            backward=() if readers else (Need(3, (0,)),),
+            kept_bytes=(2.0**30,) * 2,
+            rerun=producer,
+            again=tuple(Again(n, (layout,)) for n, layout in readers.items()),
+        )
+
+    problem = Problem(
+        nodes=tuple(node(name) for name in "abcd"),
+        values=(value(0, {1: 0, 2: 1}), value(1, {}), value(2, {})),
+        reruns=tuple(
+            Rerun(name=f"r{n}", node=n, count=1, seconds=(1.0,), least=least) for n in range(3)
+        ),
+        memory_limit_bytes=None if least else 2.0**29,
+    )
+    found = solve(problem, gap=0.0)
+    assert found.objective_s == brute_force(problem) == 4 + 2 + 3 + 2
 
 
 @settings(max_examples=40, deadline=None)
