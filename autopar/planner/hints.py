@@ -308,14 +308,9 @@ def _check_match(graph: Graph, patterns: Sequence[str]) -> None:
         if not any(below(pattern, path) for path in paths):
             near = difflib.get_close_matches(pattern.strip("*."), sorted(paths), n=3, cutoff=0.3)
             near = near or sorted(paths)[:3]
-            ask = (
-                f"did you mean {', '.join(map(repr, near))}?"
-                if near
-                else (
-                    "all ops stand in the model's own forward, which hints cannot name: put some in a "
-                    "module of their own"
-                )
-            )
+            ask = f"did you mean {', '.join(map(repr, near))}?"
+            if not near:
+                ask = "the model runs none: put what the hint is for in a module of its own"
             raise HintError(
                 f"cannot apply hint {pattern!r}: no module that runs in the forward matches; {ask}"
             )

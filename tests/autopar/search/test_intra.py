@@ -282,8 +282,7 @@ def test_recompute_equals_brute_force(problem: Problem) -> None:
     test_program_equals_brute_force.hypothesis.inner_test(problem)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("least", [0.0, 1.0])
-def test_what_runs_again_may_be_read_in_two_layouts(least: float) -> None:
+def test_what_runs_again_may_be_read_in_two_layouts() -> None:
     def node(name: str) -> Choices:
         none = (0.0,)
         return Choices(name=name, count=1, seconds=(1.0,), resident_bytes=none, gradient_bytes=none)
@@ -307,9 +306,8 @@ def test_what_runs_again_may_be_read_in_two_layouts(least: float) -> None:
         nodes=tuple(node(name) for name in "abcd"),
         values=(value(0, {1: 0, 2: 1}), value(1, {}), value(2, {})),
         reruns=tuple(
-            Rerun(name=f"r{n}", node=n, count=1, seconds=(1.0,), least=least) for n in range(3)
+            Rerun(name=f"r{n}", node=n, count=1, seconds=(1.0,), least=1.0) for n in range(3)
         ),
-        memory_limit_bytes=None if least else 2.0**29,
     )
     found = solve(problem, gap=0.0)
     assert found.objective_s == brute_force(problem) == 4 + 2 + 3 + 2
