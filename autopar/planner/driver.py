@@ -33,6 +33,7 @@ from autopar.planner.pipeline import Layout
 from autopar.planner.pipelines import Pipelines
 from autopar.planner.prove import SPARSE, prove, prove_sparse
 from autopar.planner.request import Candidate, Failure, Request
+from autopar.planner.stagewise import stagewise
 from autopar.search.analysis import Analysis
 from autopar.search.build import Built
 from autopar.search.collection import no_collection
@@ -275,6 +276,7 @@ class _Outer:
             outcome = prove_sparse(self.analysis, self.request, search, self.left_s)
         else:
             outcome = prove(self.analysis, self.request, search, self.left_s, beat_s)
+            outcome = self._unlike(search, outcome)
         if isinstance(outcome, Candidate):
             self.found.append(outcome)
             self.tried.append((search.under(outcome.schedule), outcome.objective_s))
@@ -282,6 +284,15 @@ class _Outer:
         self.failures.append(outcome)
         self.tried.append((search.under(search.layout.schedule), None))
         return None
+
+    def _unlike(self, search: Lanes, outcome: Candidate | Failure) -> Candidate | Failure:
+        """The same, or stages that differ where that is faster."""
+        if len(search.searches) == 1 or self.request.settled_plan is not None:
+            return outcome
+        own_s = outcome.step_s if isinstance(outcome, Candidate) else math.inf
+        beat_s = min(own_s, self.best_s)
+        found = stagewise(self.analysis, self.request, search, self.left_s, beat_s)
+        return outcome if found is None or found.step_s >= own_s else found
 
     @property
     def left_s(self) -> float:

@@ -237,13 +237,35 @@ def evaluate_stages(
     search: Lanes,
     solved: Mapping[MeshSearch, tuple[Built, Solution]],
 ) -> tuple[Candidate, Mapping[MeshSearch, int]]:
-    """Cut solutions into stages and simulate them under a schedule; most bytes of every kind.
+    """Cut solutions into stages and simulate them under a schedule; most bytes of every kind."""
+    lanes = lanes_of(analysis, search, solved)
+    pipeline = cut(analysis, lanes, search.layout, request.settled_plan)
+    found, by_stage = evaluate_pipeline(analysis, request, search, solved, (lanes, pipeline))
+    used: dict[MeshSearch, int] = {}
+    for own, num_bytes in zip(search.searches, by_stage, strict=True):
+        used[own] = max(used.get(own, 0), num_bytes)
+    return found, used
+
+
+def evaluate_pipeline(
+    analysis: Analysis,
+    request: Request,
+    search: Lanes,
+    solved: Mapping[MeshSearch, tuple[Built, Solution]],
+    stages: tuple[Sequence[Lane], Pipeline],
+) -> tuple[Candidate, tuple[int, ...]]:
+    """Lower a pipeline and simulate it under a schedule; bytes of a rank of every stage.
 
     Of other schedules of the same chunks that are faster, the fastest that fits is taken.
+
+    Args:
+        analysis: The step.
+        request: What was asked.
+        search: Meshes and schedules.
+        solved: For every mesh, what the report tells of.
+        stages: Ranks of every stage, and the pipeline.
     """
-    layout = search.layout
-    lanes = lanes_of(analysis, search, solved)
-    pipeline = cut(analysis, lanes, layout, request.settled_plan)
+    layout, (lanes, pipeline) = search.layout, stages
     lowered = lower_pipeline(analysis, lanes, pipeline, layout, request.cluster)
     first_s = lowered.step_s(layout)
     faster = {
@@ -254,7 +276,8 @@ def evaluate_stages(
     }
     for other in sorted(faster, key=lambda other: faster[other]):
         found, used = _staged(request, search, solved, (pipeline, lowered, other))
-        if all(used[own] <= own.allowed for own in search.kinds):
+        pairs = zip(search.searches, used, strict=True)
+        if all(num_bytes <= own.allowed for own, num_bytes in pairs):
             return found, used
     return _staged(request, search, solved, (pipeline, lowered, layout))
 
@@ -268,8 +291,8 @@ def _staged(
     search: Lanes,
     solved: Mapping[MeshSearch, tuple[Built, Solution]],
     done: tuple[Pipeline, LoweredPipeline, Layout],
-) -> tuple[Candidate, Mapping[MeshSearch, int]]:
-    """What a lowered pipeline is under a schedule, and most bytes of every kind of stage."""
+) -> tuple[Candidate, tuple[int, ...]]:
+    """What a lowered pipeline is under a schedule, and bytes of a rank of every stage."""
     pipeline, lowered, layout = done
     result = lowered.under(layout)
     away = states_on_host(*pipeline.stages)
@@ -278,9 +301,6 @@ def _staged(
         update = update_of(stage.program, request.optimizer, away=away)
         memories.append(predicted_memory(stage.program, stage.peak, request.optimizer, away=away))
         updates.append(update.seconds(stage.cost.device))
-    used: dict[MeshSearch, int] = {}
-    for own, memory in zip(search.searches, memories, strict=True):
-        used[own] = max(used.get(own, 0), memory.total_bytes)
     limits = [own.allowed for own in search.searches]
     fullest = _fullest(memories, limits)
     microbatches = pipeline.stages[0].mesh.microbatches
@@ -310,7 +330,7 @@ def _staged(
             ],
         ),
     )
-    return candidate, used
+    return candidate, tuple(memory.total_bytes for memory in memories)
 
 
 def lanes_of(

@@ -6,6 +6,7 @@ is cut where the chunks take equally long, each on its own devices, and little c
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -15,6 +16,7 @@ from autopar.errors import HintError, UnsupportedError
 from autopar.ir.graph import PARAMETER, Ref
 from autopar.plan.records import Plan, StagePlan
 from autopar.planner.cuts import CutHint, least_starts
+from autopar.schedules.makespan import ChunkTime, simulate
 from autopar.schedules.table import Size, schedule_named
 from autopar.search.analysis import Analysis
 from autopar.search.stages import (
@@ -28,6 +30,11 @@ from autopar.search.stages import (
 
 SLACK = 0.02
 """Of the longest stage: what a cut may cost for fewer bytes to cross."""
+
+
+FORWARD, WEIGHT = 1 / 3, 1 / 3
+"""Parts of a microbatch's seconds, where only their sum is known: products have two in the
+backward, one of them for the gradient of a parameter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +76,23 @@ class Layout:
         except UnsupportedError:
             return False
         return True
+
+
+@functools.cache
+def filled_s(layout: Layout, count: int, forward: float, send_share: float) -> float:
+    """Makespan of a schedule, for a microbatch of one second a stage.
+
+    Args:
+        layout: Stages, chunks and schedule.
+        count: Microbatches.
+        forward: Part of the second that is the forward.
+        send_share: Seconds of a message.
+    """
+    spec = schedule_named(layout.schedule)
+    rows = spec.generate(layout.num_stages, layout.num_chunks, count)
+    each = 1 / layout.num_chunks
+    time = ChunkTime(forward * each, (1 - forward) * each, WEIGHT * each)
+    return simulate(rows, [time] * len(layout.lanes), send_share).makespan_s
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,7 +145,7 @@ def cut(
         )
     wholes = [replace(lane.kind.whole, first_rank=lane.first_rank) for lane in lanes]
     by_kind = {
-        kind: _seconds_by_forward(analysis, kind, order)
+        kind: seconds_by_forward(analysis, kind, order)
         for kind in dict.fromkeys(lane.kind for lane in lanes)
     }
     seconds = [by_kind[lanes[stage].kind] for stage in held]
@@ -240,7 +264,7 @@ def _with_owners(
     return replace(pipeline, stages=stages)
 
 
-def _seconds_by_forward(analysis: Analysis, kind: Kind, order: Sequence[str]) -> list[float]:
+def seconds_by_forward(analysis: Analysis, kind: Kind, order: Sequence[str]) -> list[float]:
     """Seconds of every forward node with the backward of its module and line."""
     place = {name: position for position, name in enumerate(order)}
     by_source: dict[object, int] = {}
@@ -308,16 +332,16 @@ def _crossing(analysis: Analysis, order: Sequence[str]) -> list[tuple[int, bool]
     copies = [analysis.copies.of.get(name) for name in order]
     blocks = [None if copy is None else (copy.run, copy.index) for copy in copies]
     inside = [a is not None and a == b for a, b in pairwise([None, *blocks, None])]
-    return list(zip(_crossing_bytes(analysis, order), inside, strict=True))
+    return list(zip(crossing_bytes(analysis, order), inside, strict=True))
 
 
 def least_crossing_bytes(analysis: Analysis) -> int:
     """Fewest bytes of a whole batch that cross a cut through the forward."""
-    found = _crossing_bytes(analysis, forward_order(analysis))
+    found = crossing_bytes(analysis, forward_order(analysis))
     return min(found[1:-1], default=0)
 
 
-def _crossing_bytes(analysis: Analysis, order: Sequence[str]) -> list[int]:
+def crossing_bytes(analysis: Analysis, order: Sequence[str]) -> list[int]:
     """For every position, bytes made before it in the forward and read from it on."""
     place = {name: position for position, name in enumerate(order)}
     last: dict[Ref, int] = {}

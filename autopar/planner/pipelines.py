@@ -22,9 +22,8 @@ from autopar.ir.sharding import Mesh
 from autopar.planner.batches import COUNTS, batch_misfit, filling_count, in_time, samples_of
 from autopar.planner.hints import Settled
 from autopar.planner.lanes import WORTH, Lanes, prepare
-from autopar.planner.pipeline import Layout, least_crossing_bytes
+from autopar.planner.pipeline import FORWARD, Layout, filled_s, least_crossing_bytes
 from autopar.planner.request import Candidate, Request
-from autopar.schedules.makespan import ChunkTime, simulate
 from autopar.schedules.table import schedule_named
 from autopar.search.analysis import Analysis
 from cost_models.cluster import Cluster
@@ -44,10 +43,6 @@ CHUNKS = (2, 4, 8)
 
 _IDLE = {"zb-h1": 1 / 3, "zb-h2": 1 / 3, "zb-v": 1 / 6}
 """About what is left of the bubble of 1F1B."""
-
-_FORWARD, _WEIGHT = 1 / 3, 1 / 3
-"""Parts of a microbatch's seconds, where only their sum is known: products have two in the
-backward, one of them for the gradient of a parameter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,23 +102,6 @@ def siblings(settled: Settled, layout: Layout) -> tuple[Layout, ...]:
     """Other schedules of the same chunks, with the same programs."""
     names = () if settled.schedule_is_hinted else _SIBLINGS.get(layout.schedule, ())
     return tuple(replace(layout, schedule=name) for name in names)
-
-
-@functools.cache
-def _filled_s(layout: Layout, count: int, forward: float, send_share: float) -> float:
-    """Makespan of a schedule, for a microbatch of one second a stage.
-
-    Args:
-        layout: Stages, chunks and schedule.
-        count: Microbatches.
-        forward: Part of the second that is the forward.
-        send_share: Seconds of a message.
-    """
-    spec = schedule_named(layout.schedule)
-    rows = spec.generate(layout.num_stages, layout.num_chunks, count)
-    each = 1 / layout.num_chunks
-    time = ChunkTime(forward * each, (1 - forward) * each, _WEIGHT * each)
-    return simulate(rows, [time] * len(layout.lanes), send_share).makespan_s
 
 
 class Trials(Protocol):
@@ -314,7 +292,7 @@ class Pipelines:
             return work_s * (1 + way.idle)
         each_s = work_s / way.count
         share = round(self._send_s(way) / each_s, 3)
-        return each_s * _filled_s(way.layout, way.count, _FORWARD, share)
+        return each_s * filled_s(way.layout, way.count, FORWARD, share)
 
     def _work_s(self, way: Way) -> float:
         """Seconds that a stage works: of the relaxation, or no more than what it will be.

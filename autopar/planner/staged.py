@@ -23,7 +23,7 @@ from autopar.lower.spmd import Crossing, Facts, facts_of
 from autopar.lower.unroll import Row, with_refs
 from autopar.plan.records import StagePlan
 from autopar.planner.alike import texts
-from autopar.planner.pipeline import Lane, Layout
+from autopar.planner.pipeline import Kind, Lane, Layout
 from autopar.schedules.makespan import ChunkTime
 from autopar.schedules.makespan import simulate as simulate_schedule
 from autopar.schedules.table import schedule_named
@@ -215,6 +215,35 @@ def lower_pipeline(
         sends_s=sends_s,
         around_s=around_s,
     )
+
+
+def lower_some(
+    analysis: Analysis,
+    kind: Kind,
+    pipeline: Pipeline,
+    numbers: Sequence[int],
+    *,
+    splits_backward: bool,
+) -> dict[int, LoweredStage]:
+    """Some chunks of a pipeline, each as the only one of its ranks.
+
+    Args:
+        analysis: The step.
+        kind: Of the ranks of all.
+        pipeline: The chunks.
+        numbers: Of those that are lowered.
+        splits_backward: Whether weight gradients are a section of their own.
+    """
+    crossing = Crossing(
+        transfers=pipeline.transfers,
+        meshes=tuple(stage.mesh for stage in pipeline.stages),
+        splits_backward=splits_backward,
+    )
+    shared = crossing, facts_of(analysis.graph, analysis.rules)
+    return {
+        number: _lower_stage(analysis, {number: pipeline.stages[number]}, kind.cost, shared)
+        for number in numbers
+    }
 
 
 def _lower_stage(

@@ -61,7 +61,13 @@ def solve(problem: Problem, *, time_limit_s: float = 60.0, gap: float = GAP) -> 
     program, columns = IntegerProgram(), Columns()
     _add_all(program, problem, columns)
     _add_memory(program, problem, columns)
+    paid = _add_price(program, problem, columns)
     outcome = search(program, columns, start + time_limit_s, gap)
+    if len(outcome.values):
+        beside_s = sum(float(outcome.values[column]) * seconds for column, seconds in paid)
+        outcome = replace(
+            outcome, objective=outcome.objective - beside_s, bound=outcome.bound - beside_s
+        )
     return _solution(problem, columns, program, outcome, time.perf_counter() - start)
 
 
@@ -451,37 +457,60 @@ def _add_memory(
     unit = _unit(problem)
     limit = (problem.memory_limit_bytes - problem.fixed_bytes) / unit
     room = [] if most is None else [(most, -1.0)]
-    resident, gradients, kept = [], [], []
+    resident, gradients, added_up, kept = (
+        [(column, size / unit) for column, size in own] for own in _held(problem, columns)
+    )
+    program.row(-np.inf, limit, resident + added_up + kept + room)
+    program.row(-np.inf, limit, _joined([*resident, *gradients, *room]))
+    for moment in problem.moments:
+        here = _add_moment(program, problem, columns, moment)
+        program.row(-np.inf, limit, _joined([*resident, *added_up, *here, *room]))
+
+
+_Sizes = list[tuple[int, float]]
+"""(column, bytes)."""
+
+
+def _joined(terms: _Sizes) -> _Sizes:
+    """Terms with one of every column."""
+    total: dict[int, float] = {}
+    for column, size in terms:
+        total[column] = total.get(column, 0.0) + size
+    return list(total.items())
+
+
+def _held(problem: Problem, columns: Columns) -> tuple[_Sizes, _Sizes, _Sizes, _Sizes]:
+    """What is resident, gradients, what the loop adds up, and what the forward keeps."""
+    resident: _Sizes = []
+    gradients: _Sizes = []
+    kept: _Sizes = []
     for node, pick in zip(problem.nodes, columns.pick, strict=True):
-        for choice, column in enumerate(pick):
-            held = node.resident_bytes[choice] / unit
-            own = node.gradient_bytes[choice] / unit
-            if held:
-                resident.append((column, held))
-            if held or own:
-                gradients.append((column, held + own))
+        resident += [(c, size) for c, size in zip(pick, node.resident_bytes, strict=True) if size]
+        gradients += [(c, size) for c, size in zip(pick, node.gradient_bytes, strict=True) if size]
     for node, states in zip(problem.nodes, columns.states, strict=True):
         if states is not None:
-            gone = [(c, -size / unit) for c, size in zip(states, node.state_bytes, strict=True)]
-            resident += gone
-            gradients += gone
+            resident += [(c, -size) for c, size in zip(states, node.state_bytes, strict=True)]
     held_by = zip(problem.values, columns.keep, columns.extra, columns.away, strict=True)
     for value, keep, extra, away in held_by:
-        sizes = [(n, size / unit) for n, size in enumerate(value.kept_bytes) if size]
+        sizes = [(n, size) for n, size in enumerate(value.kept_bytes) if size]
         if keep is not None:
             counted = keep if extra is None else extra
             kept += [(counted[n], size) for n, size in sizes]
         if away is not None:
             kept += [(away[n], -size) for n, size in sizes]
-    added_up = [(column, size / unit) for column, size in _added_up(columns)]
-    program.row(-np.inf, limit, resident + added_up + kept + room)
-    program.row(-np.inf, limit, gradients + room)
-    for moment in problem.moments:
-        total: dict[int, float] = {}
-        here = _add_moment(program, problem, columns, moment)
-        for column, size in [*resident, *added_up, *here, *room]:
-            total[column] = total.get(column, 0.0) + size
-        program.row(-np.inf, limit, list(total.items()))
+    return resident, gradients, list(_added_up(columns)), kept
+
+
+def _add_price(program: IntegerProgram, problem: Problem, columns: Columns) -> _Sizes:
+    """Let bytes cost seconds; what each column then costs beside its own."""
+    if problem.price is None:
+        return []
+    resident, _, added_up, kept = _held(problem, columns)
+    paid = [(column, problem.price.resident_s * size) for column, size in resident + added_up]
+    paid += [(column, problem.price.saved_s * size) for column, size in kept]
+    for column, seconds in paid:
+        program.cost[column] += seconds
+    return paid
 
 
 def _add_moment(

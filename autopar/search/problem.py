@@ -171,6 +171,19 @@ class Link:
     beside: tuple[float, float] = (0.0, 0.0)
 
 
+@dataclass(frozen=True, slots=True)
+class BytePrice:
+    """Seconds that a byte costs, instead of a limit: what is fastest for its memory.
+
+    Attributes:
+        resident_s: Of what is held through the loop.
+        saved_s: Of what the end of the forward keeps beside that.
+    """
+
+    resident_s: float
+    saved_s: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
     """A class of values.
@@ -234,6 +247,8 @@ class Problem:
         reruns: What may run again.
         moments: Where else memory is counted.
         link: Over which values leave; None if none may.
+        price: Of bytes at the end of the forward, for which the seconds that the solution says do
+            not count; None for none. What is proven then holds within that memory.
     """
 
     nodes: tuple[Choices, ...]
@@ -243,6 +258,7 @@ class Problem:
     reruns: tuple[Rerun, ...] = ()
     moments: tuple[Moment, ...] = ()
     link: Link | None = None
+    price: BytePrice | None = None
 
 
 def alike(problem: Problem) -> Problem:

@@ -218,6 +218,70 @@ def split_lanes(
     return _Splitter(analysis, wholes, cuts, lanes).run()
 
 
+def homes(analysis: Analysis, cuts: Sequence[int]) -> dict[str, int]:
+    """Stage of every node that a cut divides, and of the backward.
+
+    Forward nodes on parameters alone run where their first reader runs.
+
+    Args:
+        analysis: The step.
+        cuts: First positions of stages 1 and on in `forward_order`.
+    """
+    order = forward_order(analysis)
+    bounds = [0, *cuts, len(order)]
+    home = {
+        name: stage
+        for stage, (first, end) in enumerate(itertools.pairwise(bounds))
+        for name in order[first:end]
+    }
+    _place_parameter_nodes(analysis, home)
+    _place_backward(analysis, home, len(cuts))
+    return home
+
+
+def _place_parameter_nodes(analysis: Analysis, home: dict[str, int]) -> None:
+    readers: dict[str, list[str]] = {}
+    for node in analysis.graph.nodes:
+        if node.op not in SOURCE_OPS and Ref(node.name) not in analysis.aliases:
+            for ref in node.operands:
+                readers.setdefault(analysis.root(ref).root.node, []).append(node.name)
+    for node in reversed(analysis.graph.nodes):
+        if node.name not in home or node.name in analysis.looped:
+            continue
+        found = [home[reader] for reader in readers.get(node.name, ()) if reader in home]
+        reads_loop = any(analysis.root(ref).root.node in home for ref in node.operands)
+        if found and node.phase is Phase.FORWARD and not reads_loop:
+            home[node.name] = min(found)
+
+
+def _place_backward(analysis: Analysis, home: dict[str, int], last: int) -> None:
+    graph = analysis.graph
+    twins = {node.source: home[node.name] for node in graph.nodes if node.name in home}
+    for node in graph.nodes:
+        if node.phase is Phase.FORWARD or not _is_cut(analysis, node):
+            continue
+        roots = [analysis.root(ref).root.node for ref in node.operands]
+        before = [
+            home[root]
+            for root in roots
+            if root in home and graph.by_name[root].phase is Phase.BACKWARD
+        ]
+        latest = min(before, default=last)
+        home[node.name] = min(twins.get(node.source, latest), latest)
+
+
+def owners_of(analysis: Analysis, home: Mapping[str, int]) -> dict[str, int]:
+    """Stage of every parameter that is read: the first that reads it."""
+    found: dict[str, int] = {}
+    for node in analysis.graph.nodes:
+        for ref in node.operands if node.name in home else ():
+            root = analysis.graph.by_name[analysis.root(ref).root.node]
+            if root.op == PARAMETER:
+                stage = home[node.name]
+                found[root.target] = min(found.get(root.target, stage), stage)
+    return found
+
+
 _Read = tuple[Ref, Sharding]
 """What a node reads, maybe through views, and in which sharding."""
 
@@ -239,17 +303,9 @@ class _Splitter:
         self.plans = [plans[lane] for lane in lanes]
         self.lanes = lanes
         self.num_stages = len(cuts) + 1
-        bounds = [*cuts, len(forward_order(analysis))]
-        self.home: dict[str, int] = {}
-        stage = 0
-        for position, name in enumerate(forward_order(analysis)):
-            while position >= bounds[stage]:
-                stage += 1
-            self.home[name] = stage
+        self.home = homes(analysis, cuts)
 
     def run(self) -> Pipeline:
-        self._place_parameter_nodes()
-        self._place_backward()
         owners = self._owners()
         members = self._members(owners)
         transfers = self._transfers(members, owners)
@@ -283,56 +339,9 @@ class _Splitter:
         }
         return tuple(value for value in whole.offloaded if value in read)
 
-    def _place_parameter_nodes(self) -> None:
-        """Forward nodes on parameters alone run where their first reader runs."""
-        looped = self.analysis.looped
-        for node in reversed(self.graph.nodes):
-            if node.name not in self.home or node.name in looped:
-                continue
-            readers = self._readers.get(node.name, ())
-            found = [self.home[r] for r in readers if r in self.home]
-            if found and node.phase is Phase.FORWARD and not self._reads_loop(node):
-                self.home[node.name] = min(found)
-
-    def _reads_loop(self, node: Node) -> bool:
-        return any(self.analysis.root(r).root.node in self.home for r in node.operands)
-
-    @property
-    def _readers(self) -> Mapping[str, Sequence[str]]:
-        found: dict[str, list[str]] = {}
-        for node in self.graph.nodes:
-            if node.op in SOURCE_OPS or Ref(node.name) in self.analysis.aliases:
-                continue
-            for ref in node.operands:
-                found.setdefault(self.analysis.root(ref).root.node, []).append(node.name)
-        return found
-
-    def _place_backward(self) -> None:
-        twins: dict[object, int] = {}
-        for node in self.graph.nodes:
-            if node.name in self.home:
-                twins[node.source] = self.home[node.name]
-        last = self.num_stages - 1
-        for node in self.graph.nodes:
-            if node.phase is Phase.FORWARD or not _is_cut(self.analysis, node):
-                continue
-            before = [
-                self.home[root.node]
-                for root in (self.analysis.root(r).root for r in node.operands)
-                if root.node in self.home and self.graph.by_name[root.node].phase is Phase.BACKWARD
-            ]
-            latest = min(before, default=last)
-            self.home[node.name] = min(twins.get(node.source, latest), latest)
-
     def _owners(self) -> dict[str, int]:
-        owners: dict[str, int] = {}
-        for node in self.graph.nodes:
-            for ref in node.operands if node.name in self.home else ():
-                root = self.graph.by_name[self.analysis.root(ref).root.node]
-                if root.op == PARAMETER:
-                    stage = self.home[node.name]
-                    owners[root.target] = min(owners.get(root.target, stage), stage)
-        return {p.name: owners.get(p.name, 0) for p in self.wholes[0].parameters}
+        found = owners_of(self.analysis, self.home)
+        return {p.name: found.get(p.name, 0) for p in self.wholes[0].parameters}
 
     def _members(self, owners: Mapping[str, int]) -> list[set[str]]:
         """Nodes of every stage, with what it makes again of the batch."""

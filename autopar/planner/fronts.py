@@ -1,0 +1,213 @@
+"""What every unit of the forward can be on a stage: points of seconds and bytes.
+
+The step is solved on the mesh of a stage at several prices of a byte, so that what comes out is the
+fastest for its memory. Of every kind of unit one is lowered alone, with its backward, under each of
+these solutions: what it takes and holds are those of the program that runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from autopar.lower.program import Section
+from autopar.lower.unroll import Row, Turn
+from autopar.plan.records import StagePlan
+from autopar.planner.evaluate import predicted_memory
+from autopar.planner.lanes import MeshSearch
+from autopar.planner.pipeline import Kind
+from autopar.planner.request import Request
+from autopar.planner.staged import LoweredStage, lower_some
+from autopar.planner.units import Units
+from autopar.planner.update import states_on_host, update_of
+from autopar.search.analysis import Analysis
+from autopar.search.build import Built
+from autopar.search.decode import decode
+from autopar.search.interproblem import Point
+from autopar.search.intra import solve
+from autopar.search.problem import BytePrice, Solution, alike
+from autopar.search.stages import equal_lanes, split_lanes
+
+POINTS = 6
+"""Most solutions of a mesh, between the fastest and the one that holds least."""
+
+NEAR = 0.005
+"""Part of the seconds and bytes between two solutions that one between them must gain."""
+
+DEAR_S = 1e3
+"""What all memory costs, in steps, where a solution is to hold as little as it can."""
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """One solution of the step on the mesh of a stage.
+
+    Attributes:
+        built: The problem.
+        solution: It.
+        plan: Of the whole step.
+        points: Of every kind of unit, what it is under the plan.
+    """
+
+    built: Built
+    solution: Solution
+    plan: StagePlan
+    points: tuple[Point, ...]
+
+
+def ways_of(
+    analysis: Analysis,
+    request: Request,
+    search: MeshSearch,
+    units: Units,
+    *,
+    bound: bool,
+    splits_backward: bool,
+    time_limit_s: float,
+) -> tuple[Way, ...]:
+    """The ways to run the step on a mesh, the fastest first, and what units then take.
+
+    Args:
+        analysis: The step.
+        request: What was asked.
+        search: Of the mesh.
+        units: Of the forward.
+        bound: Whether memory binds; the fastest is the only one if not.
+        splits_backward: Whether weight gradients are a section of their own.
+        time_limit_s: For each run of the solver.
+    """
+    found = []
+    fastest = search.within(None, time_limit_s)
+    for built, solution in _solutions(search, time_limit_s) if bound else [fastest]:
+        plan = decode(built, analysis, solution)
+        points = _points(
+            analysis, request, Kind(plan, search.cost), units, splits_backward=splits_backward
+        )
+        found.append(Way(built, solution, plan, points))
+    return tuple(found)
+
+
+def _solutions(search: MeshSearch, time_limit_s: float) -> list[tuple[Built, Solution]]:
+    """Solutions on the lower hull of seconds against bytes, the fastest first."""
+    built, _ = search.within(search.first_limit, time_limit_s)
+    problem = replace(alike(built.problem), memory_limit_bytes=None)
+
+    def priced(price_s: float) -> Solution:
+        price = BytePrice(price_s, price_s)
+        return solve(replace(problem, price=price), time_limit_s=time_limit_s)
+
+    fastest = priced(0.0)
+    if not fastest.choice:
+        return []
+    least = priced(DEAR_S * fastest.objective_s / max(fastest.memory_bytes[0], 1.0))
+    found = [own for own in (fastest, least) if own.choice]
+    while 1 < len(found) < POINTS:
+        gaps = list(pairwise(found))
+        spans = [_gain(*pair, whole=(found[0], found[-1])) for pair in gaps]
+        widest = max(range(len(gaps)), key=spans.__getitem__)
+        if spans[widest] < NEAR:
+            break
+        left, right = gaps[widest]
+        between = priced(_slope(left, right))
+        if not between.choice or _is_on(between, left, right):
+            break
+        found.insert(widest + 1, between)
+    return [(built, solution) for solution in found]
+
+
+def _held(solution: Solution) -> float:
+    return solution.memory_bytes[0]
+
+
+def _slope(left: Solution, right: Solution) -> float:
+    """Seconds a byte between two solutions."""
+    return (right.objective_s - left.objective_s) / max(_held(left) - _held(right), 1.0)
+
+
+def _gain(left: Solution, right: Solution, *, whole: tuple[Solution, Solution]) -> float:
+    """How much may lie between two solutions, as a part of what lies between the outermost."""
+    seconds = whole[1].objective_s - whole[0].objective_s
+    held = _held(whole[0]) - _held(whole[1])
+    if seconds <= 0 or held <= 0:
+        return 0.0
+    longer = (right.objective_s - left.objective_s) / seconds
+    fewer = (_held(left) - _held(right)) / held
+    return min(longer, 1.0) * min(fewer, 1.0)
+
+
+def _is_on(between: Solution, left: Solution, right: Solution) -> bool:
+    """Whether a solution is no better than a mixture of two others."""
+    slope = _slope(left, right)
+    own, mixed = (s.objective_s + slope * _held(s) for s in (between, left))
+    return own >= (1 - 1e-6) * mixed
+
+
+def _points(
+    analysis: Analysis, request: Request, kind: Kind, units: Units, *, splits_backward: bool
+) -> tuple[Point, ...]:
+    """What a unit of every kind takes and holds under a plan."""
+    shown = sorted(units.shown.values())
+    cuts = sorted({at for unit in shown for at in units.starts[unit : unit + 2]} - {0})
+    cuts = [at for at in cuts if at < units.starts[-1]]
+    chunk_of = {start: number for number, start in enumerate([0, *cuts])}
+    pipeline = split_lanes(
+        analysis, equal_lanes(kind.whole, len(cuts) + 1), cuts, range(len(cuts) + 1)
+    )
+    numbers = {unit: chunk_of[units.starts[unit]] for unit in shown}
+    lowered = lower_some(
+        analysis, kind, pipeline, sorted(numbers.values()), splits_backward=splits_backward
+    )
+    return tuple(
+        _point(request, lowered[number], pipeline.stages[number], splits_backward=splits_backward)
+        for _, unit in sorted(units.shown.items())
+        for number in (numbers[unit],)
+    )
+
+
+def _point(
+    request: Request, stage: LoweredStage, plan: StagePlan, *, splits_backward: bool
+) -> Point:
+    """Seconds and bytes of one unit."""
+    (chunk,) = stage.chunks
+    away = states_on_host(plan)
+    update = update_of(stage.together, request.optimizer, away=away)
+    several = plan.mesh.microbatches > 1
+    fewer, more = (
+        predicted_memory(stage.together, stage.peak(row), request.optimizer, away=away)
+        for row in _rows(chunk.number, several=several, splits_backward=splits_backward)
+    )
+    saved = max(0, more.total_bytes - fewer.total_bytes) if several else fewer.saved_bytes
+    held = fewer.parameters_bytes + fewer.optimizer_bytes + fewer.buffers_bytes
+    held += update.gradient_bytes
+    outside = (Section.PROLOGUE, Section.EPILOGUE)
+    return Point(
+        forward_s=chunk.time.forward_s,
+        backward_s=chunk.time.backward_s,
+        weight_s=chunk.time.weight_s,
+        reduce_s=sum(chunk.sections[section].seconds for section in outside)
+        + update.seconds(stage.cost.device),
+        resident_bytes=held,
+        saved_bytes=saved,
+        transient_bytes=max(0, fewer.total_bytes - held - FEWER**several * saved),
+    )
+
+
+FEWER = 2
+"""Microbatches that are held in the one of two rows, one more in the other: what is received for
+the next is there in both."""
+
+
+def _rows(number: int, *, several: bool, splits_backward: bool) -> tuple[Row, Row]:
+    """Two rows of a chunk, the other with one microbatch more held; of one microbatch, if alone."""
+    late = [Section.BACKWARD] + [Section.WEIGHT_GRADIENT] * splits_backward
+
+    def row(held: int, count: int) -> Row:
+        """As 1F1B: so many forwards ahead, then one backward and one forward in turn."""
+        order = [(Section.FORWARD, n) for n in range(held)]
+        for done in range(count):
+            order += [(section, done) for section in late]
+            if done + held < count:
+                order.append((Section.FORWARD, done + held))
+        return [Turn(section, number, n) for section, n in order]
+
+    return (row(FEWER, 2 * FEWER), row(FEWER + 1, 2 * FEWER + 1)) if several else (row(1, 1),) * 2

@@ -1,0 +1,293 @@
+"""Stages that differ: cuts, and what every stage recomputes, shards and sends away, at once.
+
+The inter-op program deals the units of the forward out to the stages, each in one of the ways in
+which its mesh was solved, within the memory of every stage by itself: an early stage, which holds
+more microbatches, recomputes more than a late one. What it chooses is put together, cut, lowered
+and simulated; a stage that needs more than was reckoned is given that much less.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from autopar.ir.sharding import Sharding
+from autopar.plan.records import StagePlan
+from autopar.planner.evaluate import evaluate_pipeline
+from autopar.planner.fronts import Way, ways_of
+from autopar.planner.lanes import LESS, Lanes, MeshSearch
+from autopar.planner.pipeline import (
+    FORWARD,
+    Kind,
+    Lane,
+    crossing_bytes,
+    filled_s,
+    seconds_by_forward,
+)
+from autopar.planner.request import Candidate, Request
+from autopar.planner.units import Units, units_of
+from autopar.schedules.table import schedule_named
+from autopar.search.analysis import Analysis
+from autopar.search.build import Built
+from autopar.search.chunked import live_by_chunk
+from autopar.search.decode import decode
+from autopar.search.inter import solve_inter
+from autopar.search.interproblem import Choice, Family, InterProblem, Link, Place, Setting
+from autopar.search.problem import Solution
+from autopar.search.stages import forward_order, split_lanes
+from cost_models.collectives import collective_s, pair_link
+
+ROUNDS = 4
+"""Times that stages are dealt out again with less memory for those that need more."""
+
+GRAIN = 8
+"""Units a chunk, where blocks are not finer."""
+
+GAP = 1e-3
+"""Part of the step by which what is dealt out may be slower than the best."""
+
+WORTH = 0.03
+"""Part of the step that must be left between stages that share their work for nothing and the best
+that is known."""
+
+KNOWN = ("gpipe", "1f1b", "zb-h1", "interleaved", "zb-v")
+"""Schedules that the inter-op program knows."""
+
+
+def stagewise(
+    analysis: Analysis, request: Request, search: Lanes, time_limit_s: float, beat_s: float
+) -> Candidate | None:
+    """The fastest pipeline that fits, of stages that may differ; None where none was found.
+
+    Args:
+        analysis: The step.
+        request: What was asked.
+        search: Meshes of the stages and the schedule.
+        time_limit_s: For each run of a solver.
+        beat_s: Seconds of a step that it must be able to beat by enough.
+    """
+    if search.layout.schedule not in KNOWN or search.layout.hints:
+        return None
+    microbatches = search.searches[0].plain.mesh.microbatches
+    each_s = search.work_s(time_limit_s) / microbatches
+    if each_s * filled_s(search.layout, microbatches, FORWARD, 0.0) > (1 - WORTH) * beat_s:
+        return None
+    state = _Stagewise(analysis, request, search, time_limit_s)
+    return state.run() if all(state.ways.values()) else None
+
+
+class _Stagewise:
+    """Working state of `stagewise`."""
+
+    def __init__(
+        self, analysis: Analysis, request: Request, search: Lanes, time_limit_s: float
+    ) -> None:
+        self.analysis = analysis
+        self.request = request
+        self.search = search
+        self.layout = search.layout
+        self.fastest = {kind: kind.within(None, time_limit_s) for kind in search.kinds}
+        self.units = self._units()
+        splits = schedule_named(self.layout.schedule).splits_backward
+        self.ways: dict[MeshSearch, tuple[Way, ...]] = {
+            kind: ways_of(
+                analysis,
+                request,
+                kind,
+                self.units,
+                bound=search.is_bound,
+                splits_backward=splits,
+                time_limit_s=time_limit_s,
+            )
+            for kind in search.kinds
+        }
+        self.microbatches = search.searches[0].plain.mesh.microbatches
+
+    def _units(self) -> Units:
+        """About as many units as the stages need to be even."""
+        kind = self.search.searches[0]
+        whole = decode(*self._of(self.fastest[kind]))
+        order = forward_order(self.analysis)
+        seconds = seconds_by_forward(self.analysis, Kind(whole, kind.cost), order)
+        return units_of(self.analysis, seconds, GRAIN * len(self.layout.lanes))
+
+    def _of(self, solved: tuple[Built, Solution]) -> tuple[Built, Analysis, Solution]:
+        return solved[0], self.analysis, solved[1]
+
+    def run(self) -> Candidate | None:
+        """Deal out, lower, and deal out again."""
+        allowed = [kind.allowed for kind in self.search.searches]
+        limits = list(allowed)
+        for _ in range(ROUNDS):
+            choice = solve_inter(self._problem(limits), gap=GAP).best
+            if choice is None:
+                return None
+            candidate, used = self._evaluated(choice)
+            over = [s for s, (a, b) in enumerate(zip(used, allowed, strict=True)) if a > b]
+            if not over:
+                fits = all(candidate.host_bytes <= k.host_allowed for k in self.search.kinds)
+                limited = self.search.is_bound
+                return replace(candidate, limited=limited) if fits else None
+            reckoned = self._reckoned(choice)
+            for stage in over:
+                room = used[stage] - reckoned[stage]
+                limits[stage] = min(
+                    limits[stage] - LESS * allowed[stage], allowed[stage] - max(room, 0.0)
+                )
+        return None
+
+    def _problem(self, limits: Sequence[float]) -> InterProblem:
+        """The inter-op problem: every stage is a place of its own, whose devices count as one."""
+        layout, kinds = self.layout, self.search.kinds
+        places = tuple(
+            Place(first=stage, size=1, kind=kinds.index(kind), memory_bytes=max(limit, 0.0))
+            for stage, (kind, limit) in enumerate(zip(self.search.searches, limits, strict=True))
+        )
+        number = max(self.units.kinds) + 1
+        fronts = tuple(
+            tuple(tuple(way.points[own] for way in self.ways[kind]) for kind in kinds)
+            for own in range(number)
+        )
+        crossing = crossing_bytes(self.analysis, forward_order(self.analysis))
+        setting = Setting(
+            microbatches=self.microbatches,
+            fronts=fronts,
+            send_bytes=tuple(crossing[at] / self.microbatches for at in self.units.starts[1:-1]),
+        )
+        return InterProblem(
+            blocks=self.units.kinds,
+            settings=(setting,),
+            families=(Family(name=self.search.name, places=places),),
+            links=tuple(
+                self._link(border, max(setting.send_bytes, default=0.0))
+                for border in range(len(places) - 1)
+            ),
+            schedules=((layout.schedule, layout.num_chunks),),
+            most_stages=len(places),
+        )
+
+    def _link(self, border: int, num_bytes: float) -> Link:
+        """What joins two stages: their ranks send at once, each its part."""
+        first = self.search.first_ranks
+        pairs = min(
+            self.search.searches[stage].plain.mesh.num_ranks for stage in (border, border + 1)
+        )
+        link = pair_link(self.request.cluster, first[border], first[border + 1])
+        latency_s = collective_s("send", 1, link)
+        moved_s = collective_s("send", max(num_bytes / pairs, 1.0), link) - latency_s
+        if moved_s <= 0:
+            return Link(latency_s=latency_s)
+        return Link(latency_s=latency_s, bytes_per_s=num_bytes / moved_s)
+
+    def _taken(self, choice: Choice) -> dict[int, int]:
+        """Way of every unit: those of a kind on one chunk take theirs one after the other."""
+        taken: dict[int, int] = {}
+        for piece in choice.pieces:
+            left = {own: list(counts) for own, counts in piece.counts.items()}
+            for unit in range(piece.first, piece.end):
+                counts = left[self.units.kinds[unit]]
+                way = next(n for n, count in enumerate(counts) if count)
+                counts[way] -= 1
+                taken[unit] = way
+        return taken
+
+    def _reckoned(self, choice: Choice) -> list[float]:
+        """Bytes of every stage as the inter-op program sees them."""
+        rows = schedule_named(self.layout.schedule).generate(
+            self.layout.num_stages, self.layout.num_chunks, self.microbatches
+        )
+        taken, most, held = self._taken(choice), [0.0] * len(rows), [0.0] * len(rows)
+        for chunk, (piece, lane) in enumerate(zip(choice.pieces, choice.lanes, strict=True)):
+            live = live_by_chunk(rows[lane])[chunk]
+            ways = self.ways[self.search.searches[lane]]
+            for unit in range(piece.first, piece.end):
+                point = ways[taken[unit]].points[self.units.kinds[unit]]
+                held[lane] += point.resident_bytes + live * point.saved_bytes
+                most[lane] = max(most[lane], point.transient_bytes)
+        return [a + b for a, b in zip(held, most, strict=True)]
+
+    def _evaluated(self, choice: Choice) -> tuple[Candidate, tuple[int, ...]]:
+        """The choice lowered and simulated."""
+        search, taken = self.search, self._taken(choice)
+        kinds: dict[MeshSearch, Kind] = {}
+        told: dict[MeshSearch, tuple[Built, Solution]] = {}
+        for kind in search.kinds:
+            lanes = {s for s, own in enumerate(search.searches) if own is kind}
+            own = {
+                unit: taken[unit]
+                for piece, lane in zip(choice.pieces, choice.lanes, strict=True)
+                if lane in lanes
+                for unit in range(piece.first, piece.end)
+            }
+            ways = self.ways[kind]
+            kinds[kind] = Kind(composed(self.units, [way.plan for way in ways], own), kind.cost)
+            way = ways[_commonest(own)]
+            bound_s = min(self.fastest[kind][1].bound_s, way.solution.objective_s)
+            told[kind] = way.built, replace(way.solution, bound_s=bound_s, status="feasible")
+        ranks = zip(search.searches, search.first_ranks, strict=True)
+        stages = [Lane(kinds[kind], first) for kind, first in ranks]
+        wholes = [replace(lane.kind.whole, first_rank=lane.first_rank) for lane in stages]
+        cuts = [self.units.starts[piece.first] for piece in choice.pieces[1:]]
+        pipeline = split_lanes(self.analysis, wholes, cuts, self.layout.lanes)
+        return evaluate_pipeline(self.analysis, self.request, search, told, (stages, pipeline))
+
+
+def _commonest(taken: Mapping[int, int]) -> int:
+    """The way that most units take."""
+    counts = Counter(taken.values())
+    return min(counts, key=lambda way: (-counts[way], way), default=0)
+
+
+def composed(units: Units, plans: Sequence[StagePlan], taken: Mapping[int, int]) -> StagePlan:
+    """A plan of the whole step of which every unit is as in one of several plans.
+
+    Args:
+        units: Of the forward.
+        plans: Of the whole step, on one mesh.
+        taken: Number of the plan of every unit; the commonest for those that are not here.
+
+    The plans are in the order of what they hold: what several units read is as in the leanest.
+    """
+    common = _commonest(taken)
+
+    def number(unit: int) -> int:
+        return taken.get(unit, common)
+
+    def own(name: str) -> StagePlan:
+        return plans[max(map(number, units.of(name)), default=common)]
+
+    again = {name for plan in plans for name in plan.recomputed if name in own(name).recomputed}
+    kept: dict[str, tuple[Sharding, ...]] = {}
+    for place in sorted({number(unit) for unit in range(len(units.kinds))}):
+        for value, shardings in plans[place].kept.items():
+            maker = value.partition(":")[0]
+            # What its own plan does not keep is kept where a reader's plan reads it late.
+            asked = own(maker) is plans[place] or place in map(number, units.readers[maker])
+            if asked and maker not in again:
+                kept[value] = own(maker).kept.get(value, shardings)
+    return StagePlan(
+        mesh=plans[common].mesh,
+        first_rank=plans[common].first_rank,
+        inputs=plans[common].inputs,
+        parameters=tuple(
+            plans[number(units.owners.get(p.name, 0))].parameters[at]
+            for at, p in enumerate(plans[common].parameters)
+        ),
+        nodes=tuple(own(n.name).nodes[at] for at, n in enumerate(plans[common].nodes)),
+        kept=kept,
+        recomputed=tuple(n.name for n in plans[common].nodes if n.name in again),
+        forgotten={
+            reader: left
+            for plan in plans
+            for reader, names in plan.forgotten.items()
+            if own(reader) is plan and (left := tuple(name for name in names if name in again))
+        },
+        offloaded=tuple(v for v in kept if v in own(v.partition(":")[0]).offloaded),
+        added_up={
+            value: sharding
+            for plan in plans
+            for value, sharding in plan.added_up.items()
+            if own(value.partition(":")[0]) is plan
+        },
+    )
