@@ -8,10 +8,12 @@ split -> whole           all-gather
 split -> another split   all-to-all, or all-gather and a slice where they overlap
 partial -> whole         all-reduce
 partial -> split         reduce-scatter
+whole -> partial         the first rank has all, the others zeros
 =======================  ====================================================
 
 Both the search (as arcs of its layout graphs) and lowering (as the shortest path from what is
-there to what is needed) use this one table.
+there to what is needed) use this one table. The last step is never worth its memory to the search,
+which leaves it out; lowering takes it where parts of several plans meet.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ ALL_GATHER = "all_gather"
 ALL_TO_ALL = "all_to_all"
 ALL_REDUCE = "all_reduce"
 REDUCE_SCATTER = "reduce_scatter"
+TERM = "term"
 
 CollectiveSeconds = Callable[[str, int, int], float]
 """Seconds of a collective: (kind, bytes of the full tensor, mesh axis)."""
@@ -51,7 +54,7 @@ class Step:
     """One axis of a sharding changes.
 
     Attributes:
-        kind: One of the five above.
+        kind: One of the six above.
         axis: Mesh axis.
         before: Sharding before; ``after`` the one behind it.
     """
@@ -103,7 +106,7 @@ def replaced(sharding: Sharding, axis: int, new: AxisSharding) -> Sharding:
 
 def step_s(kind: TensorType, step: Step, mesh: Mesh, collective_s: CollectiveSeconds) -> float:
     """Seconds of a step in all microbatches; a slice is free, and so is accumulating."""
-    if step.kind == SLICE:
+    if step.kind in (SLICE, TERM):
         return 0.0
     if step.axis == mesh.time_axis:
         return 0.0 if step.kind == ALL_REDUCE else float("inf")
@@ -118,12 +121,19 @@ def repeats(mesh: Mesh, *shardings: Sharding) -> int:
     return mesh.sizes[axis]
 
 
+def is_sum(sharding: AxisSharding) -> bool:
+    """Whether ranks of an axis have terms of a sum."""
+    return isinstance(sharding, Partial) and sharding.reduce == "sum"
+
+
 def steps_towards(kind: TensorType, now: Sharding, target: Sharding, mesh: Mesh) -> Iterable[Step]:
     """Steps that bring one axis to its target or to whole."""
     for axis, (old, wanted) in enumerate(zip(now, target, strict=True)):
         for new in dict.fromkeys((wanted, WHOLE)) if old != wanted else ():
             after = replaced(now, axis, new)
             what = step_kind(kind.shape, now, after, axis)
+            if axis != mesh.time_axis and isinstance(old, Whole) and is_sum(new):
+                what = TERM
             if what is not None and is_legal(kind.shape, after, mesh, empty=True):
                 yield Step(what, axis, now, after)
 
@@ -137,7 +147,7 @@ def cheapest_path(
 ) -> tuple[Step, ...] | None:
     """Cheapest steps from any of ``starts`` to ``target``, by seconds then by their number.
 
-    None if the target cannot be reached (a partial target from a complete value).
+    None if the target cannot be reached (another partial target than a sum, of a complete value).
     """
     queue: list[tuple[float, int, int, Sharding]] = []
     best: dict[Sharding, tuple[float, int]] = {}

@@ -93,6 +93,12 @@ class Loop:
             host_bytes=int(live[:, HOST].max(initial=0)),
         )
 
+    def behind(self, row: Row, at: int) -> int:
+        """Bytes on the device right behind a turn of a row, beside what enters the program."""
+        replay = _Replay(self, row)
+        made, freed = replay.changes()[: replay.ends[at]].sum(axis=0)[:, DEVICE].tolist()
+        return int(made - freed)
+
     def number(self, at: int) -> int | None:
         """Microbatch of an instruction; None before and behind the loop."""
         turn = self.parts[self.part_of[at]].turn
@@ -111,6 +117,7 @@ class _Replay:
             if part.turn is not None
         }
         self.offsets: dict[tuple[Turn, bool], int] = {}
+        self.ends: list[int] = []
         now = len(loop.parts[0].instructions)
         for at, turn in enumerate(row):
             near = [(other, True) for other in row[at + 1 if at else 0 : at + 2]]
@@ -118,6 +125,7 @@ class _Replay:
                 self.offsets[part] = now
                 alike = part[0]._replace(microbatch=min(part[0].microbatch, 1))
                 now += sizes[alike, part[1]]
+            self.ends.append(now)
         self.behind = now
         self.length = now + len(loop.parts[-1].instructions)
 

@@ -43,6 +43,7 @@ def emit_step(build: Builder, value: Ref, kind: TensorType, step: Step) -> Ref:
         steps.ALL_REDUCE: _all_reduce,
         steps.REDUCE_SCATTER: _reduce_scatter,
         steps.ALL_TO_ALL: _all_to_all,
+        steps.TERM: _term,
     }[step.kind]
     moved = emit(build, value, kind, step)
     return build.reshape(moved, local_shape(kind.shape, step.after, build.coordinates))
@@ -77,6 +78,13 @@ def _slice(build: Builder, value: Ref, kind: TensorType, step: Step) -> Ref:
         cut = build.microbatch(rows, atom.chunk, own)
         return cut if before == 1 else build.copy(cut)
     return build.narrow(rows, 1, atom.start(coordinate), own)
+
+
+def _term(build: Builder, value: Ref, kind: TensorType, step: Step) -> Ref:
+    """All of a sum on the first rank, zeros on the others; every rank holds as much."""
+    if build.coordinates[step.axis] == 0:
+        return build.copy(value)
+    return build.call("aten.zeros_like.default", (value,), build.types[value])
 
 
 def _spread(build: Builder, value: Ref, dim: int, atom: Atom, ranks: int) -> Ref:

@@ -30,7 +30,7 @@ from autopar.planner.hints import Settled, check_optimizer, settle
 from autopar.planner.lanes import Lanes, prepare
 from autopar.planner.parts import least_step_s, parts
 from autopar.planner.pipeline import Layout
-from autopar.planner.pipelines import Pipelines
+from autopar.planner.pipelines import CHEAP, Pipelines
 from autopar.planner.prove import SPARSE, prove, prove_sparse
 from autopar.planner.request import Candidate, Failure, Request
 from autopar.planner.stagewise import stagewise
@@ -275,8 +275,7 @@ class _Outer:
         if self.sparse:
             outcome = prove_sparse(self.analysis, self.request, search, self.left_s)
         else:
-            outcome = prove(self.analysis, self.request, search, self.left_s, beat_s)
-            outcome = self._unlike(search, outcome)
+            outcome = self._proven(search, beat_s)
         if isinstance(outcome, Candidate):
             self.found.append(outcome)
             self.tried.append((search.under(outcome.schedule), outcome.objective_s))
@@ -285,14 +284,31 @@ class _Outer:
         self.tried.append((search.under(search.layout.schedule), None))
         return None
 
-    def _unlike(self, search: Lanes, outcome: Candidate | Failure) -> Candidate | Failure:
-        """The same, or stages that differ where that is faster."""
-        if len(search.searches) == 1 or self.request.settled_plan is not None:
-            return outcome
+    def _proven(self, search: Lanes, beat_s: float) -> Candidate | Failure:
+        """The fastest that fits: stages that are alike, or that differ where that is faster.
+
+        Of a long step, stages that are alike are lowered only where none that differ are found.
+        """
+        known_s, unlike = self.best_s, None
+        long = len(self.analysis.graph.nodes) > CHEAP
+        if long:
+            unlike = self._unlike(search, known_s)
+            if unlike is not None:
+                return unlike
+        outcome = prove(self.analysis, self.request, search, self.left_s, beat_s)
         own_s = outcome.step_s if isinstance(outcome, Candidate) else math.inf
-        beat_s = min(own_s, self.best_s)
-        found = stagewise(self.analysis, self.request, search, self.left_s, beat_s)
-        return outcome if found is None or found.step_s >= own_s else found
+        if not long:
+            unlike = self._unlike(search, min(own_s, known_s))
+        return outcome if unlike is None or unlike.step_s >= own_s else unlike
+
+    def _unlike(self, search: Lanes, beat_s: float) -> Candidate | None:
+        """A pipeline of stages that differ."""
+        if len(search.searches) == 1 or self.request.settled_plan is not None:
+            return None
+        # What does not go together is no plan.
+        with suppress(HintError, UnsupportedError):
+            return stagewise(self.analysis, self.request, search, self.left_s, beat_s)
+        return None
 
     @property
     def left_s(self) -> float:

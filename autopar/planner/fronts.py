@@ -170,15 +170,25 @@ def _point(
     """Seconds and bytes of one unit."""
     (chunk,) = stage.chunks
     away = states_on_host(plan)
-    update = update_of(stage.together, request.optimizer, away=away)
     several = plan.mesh.microbatches > 1
     fewer, more = (
-        predicted_memory(stage.together, stage.peak(row), request.optimizer, away=away)
-        for row in _rows(chunk.number, several=several, splits_backward=splits_backward)
+        predicted_memory(
+            stage.together,
+            stage.peak(_row(chunk.number, *size, splits_backward=splits_backward)),
+            request.optimizer,
+            away=away,
+        )
+        for size in (ROWS if several else ((1, 1), (1, 1)))
     )
-    saved = max(0, more.total_bytes - fewer.total_bytes) if several else fewer.saved_bytes
+    update = update_of(stage.together, request.optimizer, away=away)
     held = fewer.parameters_bytes + fewer.optimizer_bytes + fewer.buffers_bytes
-    held += update.gradient_bytes
+    saved, live = fewer.saved_bytes, 1
+    if several:
+        saved, live = max(0, more.total_bytes - fewer.total_bytes), ROWS[0][0]
+        row = _row(chunk.number, 1, 2, splits_backward=splits_backward)
+        held += stage.through_loop(row, len(row) // 2 - 1)
+    else:
+        held += update.gradient_bytes
     outside = (Section.PROLOGUE, Section.EPILOGUE)
     return Point(
         forward_s=chunk.time.forward_s,
@@ -188,26 +198,21 @@ def _point(
         + update.seconds(stage.cost.device),
         resident_bytes=held,
         saved_bytes=saved,
-        transient_bytes=max(0, fewer.total_bytes - held - FEWER**several * saved),
+        transient_bytes=max(0, fewer.total_bytes - held - live * saved),
     )
 
 
-FEWER = 2
-"""Microbatches that are held in the one of two rows, one more in the other: what is received for
-the next is there in both."""
+ROWS = ((2, 4), (3, 5))
+"""(microbatches that are held at once, and all) of two rows of a unit: what is received for the
+next is there in both."""
 
 
-def _rows(number: int, *, several: bool, splits_backward: bool) -> tuple[Row, Row]:
-    """Two rows of a chunk, the other with one microbatch more held; of one microbatch, if alone."""
+def _row(number: int, held: int, count: int, *, splits_backward: bool) -> Row:
+    """A row of one chunk as in 1F1B: so many forwards ahead, then one of each in turn."""
     late = [Section.BACKWARD] + [Section.WEIGHT_GRADIENT] * splits_backward
-
-    def row(held: int, count: int) -> Row:
-        """As 1F1B: so many forwards ahead, then one backward and one forward in turn."""
-        order = [(Section.FORWARD, n) for n in range(held)]
-        for done in range(count):
-            order += [(section, done) for section in late]
-            if done + held < count:
-                order.append((Section.FORWARD, done + held))
-        return [Turn(section, number, n) for section, n in order]
-
-    return (row(FEWER, 2 * FEWER), row(FEWER + 1, 2 * FEWER + 1)) if several else (row(1, 1),) * 2
+    order = [(Section.FORWARD, n) for n in range(held)]
+    for done in range(count):
+        order += [(section, done) for section in late]
+        if done + held < count:
+            order.append((Section.FORWARD, done + held))
+    return [Turn(section, number, n) for section, n in order]

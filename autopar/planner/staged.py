@@ -74,11 +74,27 @@ class LoweredStage:
     together: Program
     loops: list[Loop] = field(default_factory=list)
 
-    def peak(self, row: Row) -> Simulation:
-        """The bytes of its ranks in a row, whose turns have the numbers of `chunks`."""
+    def _loop(self, row: Row) -> Loop:
         if not self.loops:
             self.loops.append(Loop(self.together, row))
-        held = self.loops[0].held(row)
+        return self.loops[0]
+
+    def through_loop(self, row: Row, at: int) -> int:
+        """Bytes that its ranks hold behind a turn of a row that leaves no microbatch begun.
+
+        Beside what enters the program and what they receive for the next turn.
+        """
+        arriving = sum(
+            part.num_elements * DTYPE_BYTES[message.local_type.dtype]
+            for message in self.together.receives
+            if message.section is row[at + 1].section
+            for part in message.parts
+        )
+        return self._loop(row).behind(row, at) - arriving
+
+    def peak(self, row: Row) -> Simulation:
+        """The bytes of its ranks in a row, whose turns have the numbers of `chunks`."""
+        held = self._loop(row).held(row)
         return replace(
             self.chunks[0].sections[Section.FORWARD],
             peak_bytes=held.peak_bytes,

@@ -12,12 +12,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from autopar.errors import UnsupportedError
 from autopar.ir.sharding import Sharding
 from autopar.plan.records import StagePlan
 from autopar.planner.evaluate import evaluate_pipeline
 from autopar.planner.fronts import Way, ways_of
 from autopar.planner.lanes import LESS, Lanes, MeshSearch
 from autopar.planner.pipeline import (
+    stage_without_parameter,
     FORWARD,
     Kind,
     Lane,
@@ -230,6 +232,8 @@ class _Stagewise:
         wholes = [replace(lane.kind.whole, first_rank=lane.first_rank) for lane in stages]
         cuts = [self.units.starts[piece.first] for piece in choice.pieces[1:]]
         pipeline = split_lanes(self.analysis, wholes, cuts, self.layout.lanes)
+        if stage_without_parameter(pipeline.stages) is not None:
+            raise UnsupportedError("a stage would hold no parameter")
         return evaluate_pipeline(self.analysis, self.request, search, told, (stages, pipeline))
 
 

@@ -2,7 +2,8 @@
 
 The model is cut where pieces take equally long, and where they have equally many blocks; every
 stage then takes the points that make its seconds least within its memory, and the schedule is
-simulated. The memory of a stage counts, of each of its pieces, the most microbatches it ever holds.
+simulated. The memory of a stage counts, of each of its pieces, the microbatches that it holds when
+it holds most of all of them.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from autopar.search.stages import balanced_cuts
 
 
 def live_by_chunk(row: Row) -> dict[int, int]:
-    """Of every chunk of a lane, the most microbatches between forward and last backward."""
-    live: dict[int, int] = {}
-    most: dict[int, int] = {}
+    """Of every chunk of a lane, microbatches between forward and last backward, when most are."""
+    live = {action.chunk: 0 for action in row}
+    most = dict(live)
     for action in row:
         if action.kind is Kind.FORWARD:
-            live[action.chunk] = live.get(action.chunk, 0) + 1
-            most[action.chunk] = max(most.get(action.chunk, 0), live[action.chunk])
+            live[action.chunk] += 1
+            most = dict(live) if sum(live.values()) > sum(most.values()) else most
         elif action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT):
             live[action.chunk] -= 1
     return most

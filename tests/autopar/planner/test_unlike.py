@@ -114,8 +114,9 @@ def test_a_stage_of_fast_devices_gets_more_of_the_model() -> None:
 
 
 def test_stages_of_more_ranks_get_more_of_the_model() -> None:
-    even = forward_nodes(planned(mixed(1, 1, 1, 1), hint.degrees(pp=2), hint.microbatches(1)))
-    wide = forward_nodes(planned(mixed(1, 1, 1, 1), hint.degrees(dp=(3, 1)), hint.microbatches(1)))
+    slow = mixed(*[1e5] * 4)
+    even = forward_nodes(planned(slow, hint.degrees(pp=2), hint.microbatches(1)))
+    wide = forward_nodes(planned(slow, hint.degrees(dp=(3, 1)), hint.microbatches(1)))
     assert wide[0] > even[0]
 
 

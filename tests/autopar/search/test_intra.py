@@ -13,6 +13,7 @@ from autopar.search.intra import least_bytes, solve
 from autopar.search.problem import (
     Again,
     Arc,
+    BytePrice,
     Choices,
     Leave,
     Link,
@@ -311,6 +312,21 @@ def test_what_runs_again_may_be_read_in_two_layouts() -> None:
     )
     found = solve(problem, gap=0.0)
     assert found.objective_s == brute_force(problem) == 4 + 2 + 3 + 2
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems(), st.integers(0, 40))
+def test_what_is_best_at_a_price_is_fastest_within_its_memory(problem: Problem, price: int) -> None:
+    nodes = tuple(replace(n, gradient_bytes=(0.0,) * len(n.seconds)) for n in problem.nodes)
+    each_s = price * 2.0**-30
+    open_ = replace(problem, nodes=nodes, memory_limit_bytes=None)
+    found = solve(replace(open_, price=BytePrice(each_s, each_s)), gap=0.0)
+    if not found.choice:
+        assert brute_force(open_) is None
+        return
+    limit = (1 + 1e-9) * found.memory_bytes[0] + 1
+    expected = brute_force(replace(open_, memory_limit_bytes=limit))
+    assert found.objective_s == pytest.approx(expected, abs=1e-6)
 
 
 @settings(max_examples=40, deadline=None)
