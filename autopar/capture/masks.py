@@ -8,10 +8,12 @@ left is the batch's own part, or nothing. Any other constant mask (a sliding win
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,6 +32,10 @@ _POSITIONS = {
 """Where attention's mask and its causal flag are."""
 
 _ANDS = ("aten.bitwise_and.Tensor", "aten.logical_and.default")
+
+_COMPARISONS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    f"aten.{name}.Tensor": getattr(torch, name) for name in ("eq", "ne", "le", "lt", "ge", "gt")
+}
 
 Scores = tuple[int, int]
 """Numbers of query and key positions."""
@@ -85,13 +91,47 @@ def _fold(
     left = [part for part in rest if ancestors[part] is None]
     kind = MaskKind.NOTHING
     if fixed:
-        if max(builder.type_of(part).num_elements for part in fixed) > _LARGEST_ELEMENTS:
+        values = [_value(builder, part, ancestors[part] or [], constants) for part in fixed]
+        known = [value for value in values if value is not None]
+        if len(known) < len(fixed):
             return _unexpanded(builder, draft, mask), False
-        values = [evaluate(builder.nodes, ancestors[part] or [], part, constants) for part in fixed]
-        kind = mask_kind(_all(values), scores)
+        kind = mask_kind(_all(known), scores)
     if kind is MaskKind.OTHER:
         return _unexpanded(builder, draft, mask), False
     return _joined(builder, draft, left), bool(causal) or kind is MaskKind.FUTURE
+
+
+def _value(
+    builder: Builder, part: Ref, ancestors: Sequence[int], constants: Mapping[str, Tensor]
+) -> Tensor | None:
+    """A constant mask, one entry long in dims along which it is all the same; None if too large.
+
+    A comparison is made of what differs in its operands alone: in a batch of sequences of which
+    none is packed, all are of sequence 0, whatever the batch.
+    """
+    maker = builder.maker(part)
+    operands = [ref for arg in maker.args for ref in refs_in(arg)]
+    if maker.op not in _COMPARISONS or len(operands) != 2:
+        large = builder.type_of(part).num_elements > _LARGEST_ELEMENTS
+        return None if large else evaluate(builder.nodes, ancestors, part, constants)
+    found = []
+    for ref in operands:
+        numbers = constant_ancestors(builder.nodes, ref) or []
+        if builder.type_of(ref).num_elements > _LARGEST_ELEMENTS:
+            return None
+        found.append(_narrowed(evaluate(builder.nodes, numbers, ref, constants)))
+    if math.prod(np.broadcast_shapes(*(own.shape for own in found))) > _LARGEST_ELEMENTS:
+        return None
+    return _COMPARISONS[maker.op](*found)
+
+
+def _narrowed(value: Tensor) -> Tensor:
+    """The value, one entry long in dims along which it is all the same."""
+    for dim, size in enumerate(value.shape):
+        first = value.narrow(dim, 0, min(1, size))
+        if size > 1 and bool((value == first).all()):
+            value = first
+    return value
 
 
 def _compares_positions(builder: Builder, part: Ref, scores: Scores) -> bool:

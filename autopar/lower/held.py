@@ -8,7 +8,7 @@ row says when their storages are made, and the last turn that uses one when it i
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,6 +77,7 @@ class Loop:
         uses = _Uses(self.part_of)
         self.memory = storages(whole, uses)
         self.uses = uses.all
+        self.origin = {i.name: i.origin for i in whole.instructions}
         self.finished = {self.memory.owner[ref] for ref in whole.gradients.values()}
         self.late = [i.phase is Phase.BACKWARD for i in whole.instructions]
         self.late.append(True)
@@ -93,10 +94,17 @@ class Loop:
             host_bytes=int(live[:, HOST].max(initial=0)),
         )
 
-    def behind(self, row: Row, at: int) -> int:
-        """Bytes on the device right behind a turn of a row, beside what enters the program."""
+    def behind(self, row: Row, at: int, without: Container[str] = ()) -> int:
+        """Bytes on the device right behind a turn of a row, beside what enters the program.
+
+        Args:
+            row: The row.
+            at: Number of the turn.
+            without: Captured nodes whose results are not counted.
+        """
         replay = _Replay(self, row)
-        made, freed = replay.changes()[: replay.ends[at]].sum(axis=0)[:, DEVICE].tolist()
+        counted = [r for r in self.memory.num_bytes if self.origin[r.node] not in without]
+        made, freed = replay.changes(counted)[: replay.ends[at]].sum(axis=0)[:, DEVICE].tolist()
         return int(made - freed)
 
     def number(self, at: int) -> int | None:
@@ -129,10 +137,12 @@ class _Replay:
         self.behind = now
         self.length = now + len(loop.parts[-1].instructions)
 
-    def changes(self) -> Ints:
-        """As of `live.byte_changes`, of the whole row."""
+    def changes(self, some: Iterable[Ref] | None = None) -> Ints:
+        """As of `live.byte_changes`, of the whole row and all storages, or some."""
         found = np.zeros((self.length + 1, 2, 4), dtype=np.int64)
-        for ref, size in self.loop.memory.num_bytes.items():
+        sizes = self.loop.memory.num_bytes
+        for ref in sizes if some is None else some:
+            size = sizes[ref]
             made = self.loop.memory.made[ref]
             numbers = self.more if self.loop.number(made) == 1 else np.zeros(1, dtype=np.int64)
             self._add(found, (ref, size), made, numbers)

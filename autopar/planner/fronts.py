@@ -153,19 +153,25 @@ def _points(
     pipeline = split_lanes(
         analysis, equal_lanes(kind.whole, len(cuts) + 1), cuts, range(len(cuts) + 1)
     )
-    numbers = {unit: chunk_of[units.starts[unit]] for unit in shown}
+    numbers = {kind: chunk_of[units.starts[unit]] for kind, unit in units.shown.items()}
     lowered = lower_some(
         analysis, kind, pipeline, sorted(numbers.values()), splits_backward=splits_backward
     )
-    return tuple(
-        _point(request, lowered[number], pipeline.stages[number], splits_backward=splits_backward)
-        for _, unit in sorted(units.shown.items())
-        for number in (numbers[unit],)
-    )
+
+    def point(number: int) -> Point:
+        stage = lowered[number], pipeline.stages[number]
+        return _point(analysis, request, *stage, splits_backward=splits_backward)
+
+    return tuple(point(number) for _, number in sorted(numbers.items()))
 
 
 def _point(
-    request: Request, stage: LoweredStage, plan: StagePlan, *, splits_backward: bool
+    analysis: Analysis,
+    request: Request,
+    stage: LoweredStage,
+    plan: StagePlan,
+    *,
+    splits_backward: bool,
 ) -> Point:
     """Seconds and bytes of one unit."""
     (chunk,) = stage.chunks
@@ -186,7 +192,8 @@ def _point(
     if several:
         saved, live = max(0, more.total_bytes - fewer.total_bytes), ROWS[0][0]
         row = _row(chunk.number, 1, 2, splits_backward=splits_backward)
-        held += stage.through_loop(row, len(row) // 2 - 1)
+        # What is made of the batch alone is there once, however many units read it.
+        held += stage.through_loop(row, len(row) // 2 - 1, analysis.data)
     else:
         held += update.gradient_bytes
     outside = (Section.PROLOGUE, Section.EPILOGUE)

@@ -8,7 +8,7 @@ lowering serves for all of them.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.cost.node import NodeCost
@@ -79,10 +79,11 @@ class LoweredStage:
             self.loops.append(Loop(self.together, row))
         return self.loops[0]
 
-    def through_loop(self, row: Row, at: int) -> int:
+    def through_loop(self, row: Row, at: int, without: Container[str] = ()) -> int:
         """Bytes that its ranks hold behind a turn of a row that leaves no microbatch begun.
 
-        Beside what enters the program and what they receive for the next turn.
+        Beside what enters the program, what they receive for the next turn, and what some nodes
+        make.
         """
         arriving = sum(
             part.num_elements * DTYPE_BYTES[message.local_type.dtype]
@@ -90,7 +91,7 @@ class LoweredStage:
             if message.section is row[at + 1].section
             for part in message.parts
         )
-        return self._loop(row).behind(row, at) - arriving
+        return self._loop(row).behind(row, at, without) - arriving
 
     def peak(self, row: Row) -> Simulation:
         """The bytes of its ranks in a row, whose turns have the numbers of `chunks`."""

@@ -80,6 +80,15 @@ def test_a_decoder_is_causal_without_a_mask() -> None:
         assert all(None in n.args and n.args[-2] is True for n in attentions)
 
 
+def test_a_decoder_is_causal_without_a_mask_whatever_the_batch() -> None:
+    with torch.device("meta"):
+        model, ids = models.llama(), torch.zeros(64, 8192, dtype=torch.long)
+    graph = capture_step(model, {"input_ids": ids, "labels": ids}, grad=True).graph
+    attentions = [n for n in graph.nodes if n.op.startswith("autopar.attention")]
+    assert attentions
+    assert all(None in n.args and n.args[-2] is True for n in attentions)
+
+
 def test_a_padding_mask_is_apart_from_causality() -> None:
     graph = capture_step(models.llama(), models.tokens(padded=True), grad=True).graph
     attention = next(n for n in graph.nodes if n.op == "autopar.attention.default")
