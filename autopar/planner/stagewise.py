@@ -19,13 +19,13 @@ from autopar.planner.evaluate import evaluate_pipeline
 from autopar.planner.fronts import Way, ways_of
 from autopar.planner.lanes import LESS, Lanes, MeshSearch
 from autopar.planner.pipeline import (
-    stage_without_parameter,
     FORWARD,
     Kind,
     Lane,
     crossing_bytes,
     filled_s,
     seconds_by_forward,
+    stage_without_parameter,
 )
 from autopar.planner.request import Candidate, Request
 from autopar.planner.units import Units, units_of
