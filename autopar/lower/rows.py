@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from autopar.lower.program import Section
 from autopar.lower.unroll import Turn
 from autopar.schedules.actions import Kind
-from autopar.schedules.table import schedule_named
+from autopar.schedules.table import rows_of
 
 SECTIONS: Mapping[Kind, Section] = {
     Kind.FORWARD: Section.FORWARD,
@@ -32,5 +32,5 @@ def turns_of(
         HintError: There is no such schedule.
         UnsupportedError: The schedule does not exist for these numbers.
     """
-    rows = schedule_named(schedule).generate(num_stages, num_chunks, microbatches)
+    rows = rows_of(schedule, num_stages, num_chunks, microbatches)
     return tuple(tuple(Turn(SECTIONS[a.kind], a.chunk, a.microbatch) for a in row) for row in rows)

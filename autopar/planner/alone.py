@@ -18,7 +18,7 @@ from autopar.plan.records import Plan
 from autopar.planner.batches import microbatch_counts, samples_of
 from autopar.planner.driver import make_plan
 from autopar.planner.hints import settle
-from autopar.planner.pipeline import Layout
+from autopar.planner.layout import Layout
 from autopar.planner.request import Request
 from autopar.search.analysis import Analysis
 from autopar.search.restrict import below, needing_whole

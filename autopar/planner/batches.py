@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from autopar.ir.graph import INPUT, Graph
 from autopar.ir.sharding import Mesh
-from autopar.planner.pipeline import Layout
+from autopar.planner.layout import Layout
 from autopar.search.analysis import Analysis
 from autopar.search.outer import batch_parts, common_rows
 from cost_models.cluster import Cluster
@@ -15,13 +15,20 @@ COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Numbers of microbatches that are tried."""
 
 
-def stage_counts(analysis: Analysis, cluster: Cluster) -> tuple[int, ...]:
-    """Numbers of stages to try: of whole nodes or equal parts of nodes, no more than blocks."""
+def stage_counts(analysis: Analysis, cluster: Cluster, *, whole: bool = True) -> tuple[int, ...]:
+    """Numbers of stages to try: of whole nodes or equal parts of nodes.
+
+    Args:
+        analysis: The step.
+        cluster: The nodes.
+        whole: Whether there are no more than repeated blocks.
+    """
     nodes = cluster.num_devices // cluster.devices_per_node
     depth = max((len(names) for names in analysis.folding.classes), default=1)
+    most = min(MOST_STAGES, max(depth, 2)) if whole else MOST_STAGES
     return tuple(
         count
-        for count in range(2, min(MOST_STAGES, max(depth, 2)) + 1)
+        for count in range(2, most + 1)
         if cluster.num_devices % count == 0 and (nodes % count == 0 or count % nodes == 0)
     )
 

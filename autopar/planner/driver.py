@@ -7,6 +7,7 @@ model of the search said, the limit is tightened by the difference and the mesh 
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -28,9 +29,9 @@ from autopar.planner.cuts import least_starts
 from autopar.planner.failures import keep_conflict, nothing_fits
 from autopar.planner.hints import Settled, check_optimizer, settle
 from autopar.planner.lanes import Lanes, prepare
+from autopar.planner.layout import Layout
 from autopar.planner.parts import least_step_s, parts
-from autopar.planner.pipeline import Layout
-from autopar.planner.pipelines import CHEAP, Pipelines
+from autopar.planner.pipelines import CHEAP, Pipelines, layouts
 from autopar.planner.prove import SPARSE, prove, prove_sparse
 from autopar.planner.request import Candidate, Failure, Request
 from autopar.planner.stagewise import stagewise
@@ -153,29 +154,31 @@ class _Outer:
             chunks = len(taken.stages) // taken.num_stages
             self.settled = settled = replace(settled, schedule=taken.schedule, chunks=chunks)
             spaces = tuple(mesh.space for mesh in taken.meshes)
-            self._try_layout(self._layout(taken.num_stages), (spaces,))
+            layout = Layout(schedule=taken.schedule, num_stages=taken.num_stages, num_chunks=chunks)
+            self._try_layout(layout, (spaces,))
             return
-        asked = None if degrees is None else degrees.pp
-        layout = self._layout(asked or 1)
-        least_starts(self.analysis, layout.hints, layout.lanes)
-        self._try_layout(layout, stage_meshes(cluster, degrees, layout.num_stages))
-        if asked in (None, 1) and is_free(degrees):
-            self._try_flat(layout)
-        if asked is None:
-            self._try_pipelines()
+        choices, refused = self._choices(), None
+        if not settled.is_piped:
+            layout = Layout(schedule=settled.schedule, num_stages=1, num_chunks=settled.chunks)
+            try:
+                alone = stage_meshes(cluster, degrees, 1)
+            except HintError as error:
+                refused = error
+            else:
+                self._try_layout(layout, alone)
+                if is_free(degrees):
+                    self._try_flat(layout)
+        if choices:
+            Pipelines(self.analysis, self.request, settled, self).run(choices)
+        if settled.is_piped and not self.found:
+            self._try_filled(choices)
+        if refused is not None and not self.tried:
+            raise refused
 
     def run_if_allowed(self) -> None:
         """As `run`; nothing is found where the hints ask for another number of ranks."""
         with suppress(HintError, UnsupportedError):
             self.run()
-
-    def _layout(self, num_stages: int) -> Layout:
-        return Layout(
-            schedule=self.settled.schedule,
-            num_stages=num_stages,
-            num_chunks=self.settled.chunks,
-            hints=self.settled.cuts,
-        )
 
     def _try_layout(self, layout: Layout, choices: Sequence[tuple[Mesh, ...]]) -> None:
         """Try meshes of the stages with more and more microbatches, as long as memory asks."""
@@ -320,18 +323,56 @@ class _Outer:
         self.cut_short |= late
         return late
 
-    def _try_pipelines(self) -> None:
-        """Try stages of whole nodes, of equal parts of nodes, and of equal devices."""
-        choices = []
-        for num_stages in stage_counts(self.analysis, self.request.cluster):
+    def _choices(self) -> list[tuple[Mesh, ...]]:
+        """Meshes of the stages of pipelines, of more and more stages.
+
+        Stages are whole nodes, equal parts of nodes, and equal devices; as hints ask where they do,
+        and of all meshes then.
+
+        Raises:
+            HintError: There are no such stages where hints ask for them.
+        """
+        settled, cluster = self.settled, self.request.cluster
+        if settled.num_stages == 1:
+            return []
+        if settled.num_stages is not None:
+            return list(stage_meshes(cluster, settled.degrees, settled.num_stages))
+        choices: list[tuple[Mesh, ...]] = []
+        for num_stages in stage_counts(self.analysis, cluster, whole=not settled.cuts):
             try:
-                found = stage_meshes(self.request.cluster, self.settled.degrees, num_stages)
+                found = stage_meshes(cluster, settled.degrees, num_stages)
             except HintError:
                 continue
-            choices.append(found[0])
-        if self.settled.degrees is None:
-            choices += run_meshes(self.request.cluster)
-        Pipelines(self.analysis, self.request, self.settled, self).run(choices)
+            choices += found[:1] if is_free(settled.degrees) else found
+        if settled.degrees is None:
+            choices += run_meshes(cluster)
+        return choices
+
+    def _try_filled(self, choices: Sequence[tuple[Mesh, ...]]) -> None:
+        """Try the schedule in force in more and more microbatches, as long as memory asks.
+
+        Raises:
+            HintError: The hints leave no cuts.
+            UnsupportedError: The schedule cannot do what the hints ask for.
+        """
+        refused: HintError | None = None
+        for num_stages, group in itertools.groupby(choices, key=len):
+            layout = layouts(self.analysis, self.settled, num_stages)[0]
+            try:
+                least_starts(self.analysis, layout.hints, layout.lanes)
+            except HintError as error:
+                refused = error
+                continue
+            self._try_layout(layout, list(group))
+            if self.found:
+                break
+        if not self.tried:
+            cluster = self.request.cluster
+            raise refused or HintError(
+                f"cannot apply {self.settled.cuts[0]}: the {cluster.num_devices} ranks of cluster "
+                f"{cluster.name!r} make no stages of equal size; say how many there are with "
+                "hint.degrees(pp=...)"
+            )
 
     @property
     def best_s(self) -> float:

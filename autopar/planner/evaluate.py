@@ -19,7 +19,8 @@ from autopar.lower.unroll import in_order, unroll
 from autopar.options import OptimizerSpec
 from autopar.plan.records import Memory, StagePlan
 from autopar.planner.lanes import Lanes, MeshSearch, shared_s, slowest
-from autopar.planner.pipeline import Kind, Lane, Layout, cut
+from autopar.planner.layout import Layout
+from autopar.planner.pipeline import Kind, Lane, cut
 from autopar.planner.request import Candidate, Request
 from autopar.planner.shorten import Short, shorten
 from autopar.planner.staged import LoweredPipeline, StageResult, lower_pipeline
@@ -239,7 +240,8 @@ def evaluate_stages(
 ) -> tuple[Candidate, Mapping[MeshSearch, int]]:
     """Cut solutions into stages and simulate them under a schedule; most bytes of every kind."""
     lanes = lanes_of(analysis, search, solved)
-    pipeline = cut(analysis, lanes, search.layout, request.settled_plan)
+    layouts = (search.layout, *search.others)
+    pipeline = cut(analysis, lanes, layouts, request.cluster, request.settled_plan)
     found, by_stage = evaluate_pipeline(analysis, request, search, solved, (lanes, pipeline))
     used: dict[MeshSearch, int] = {}
     for own, num_bytes in zip(search.searches, by_stage, strict=True):

@@ -17,7 +17,7 @@ from autopar.errors import (
 from autopar.plan.wording import bytes_text
 from autopar.planner.hints import Settled
 from autopar.planner.lanes import prepare
-from autopar.planner.pipeline import Layout
+from autopar.planner.layout import Layout
 from autopar.planner.request import Failure, Request
 from autopar.search.analysis import Analysis
 from autopar.search.build import with_reruns
@@ -87,7 +87,7 @@ def keep_conflict(
 ) -> InfeasibleError | None:
     """The smallest set of ``hint.keep`` that cannot be met within the memory, if they are why."""
     keep = settled.restrictions.keep
-    single = settled.degrees is None or (settled.degrees.pp or 1) == 1
+    single = not settled.is_piped
     if not keep or not single or request.settled_plan is not None:
         return None
     mesh = min(failures, key=lambda failure: failure.least_bytes).mesh

@@ -45,7 +45,8 @@ class Settled:
         degrees: The one ``hint.degrees``, or None.
         restrictions: What the search must keep to.
         schedule: Name of the schedule of a pipeline; ``schedule_is_hinted`` if a hint says it.
-        chunks: Chunks of the model that each stage of one holds.
+        chunks: Chunks of the model that each stage of one holds, at least; ``chunks_are_hinted``
+            if a hint says how many.
         cuts: Hints about where a pipeline is cut.
         shares: Parts of the batch that the ranks of ``dp`` take, or None.
         ranks: Ranks that take part, or None.
@@ -59,12 +60,23 @@ class Settled:
     schedule: str
     schedule_is_hinted: bool
     chunks: int
+    chunks_are_hinted: bool
     cuts: tuple[CutHint, ...]
     shares: tuple[int, ...] | None
     ranks: Ranks | None
     microbatches: int | None
     memory_limit_bytes: int | None
     memory_fraction: float
+
+    @property
+    def num_stages(self) -> int | None:
+        """Stages that a hint asks for, or None."""
+        return None if self.degrees is None else self.degrees.pp
+
+    @property
+    def is_piped(self) -> bool:
+        """Whether hints ask for more than one stage."""
+        return bool(self.cuts) or (self.num_stages or 1) > 1
 
     def usable_bytes(self, device: Device) -> int:
         """Bytes that a rank on this device may use."""
@@ -103,10 +115,10 @@ def settle(
         check_pattern(hint.pattern, names)
     _check_conflicts(parameters, names)
     cuts = tuple(h for h in hints if isinstance(h, CutHint))
-    if cuts and (degrees is None or (degrees.pp or 1) == 1):
+    if cuts and degrees is not None and degrees.pp == 1:
         raise HintError(
-            f"cannot apply {cuts[0]}: there is one stage; give the number of stages with "
-            "hint.degrees(pp=...)"
+            f"cannot apply {cuts[0]}: there is one stage, as hint.degrees(pp=1) asks; leave pp "
+            "out, or give another number of stages"
         )
     shares = _only(hints, Shares, "hint.shares")
     if shares is not None:
@@ -139,6 +151,7 @@ def settle(
         schedule=spec.name,
         schedule_is_hinted=schedule is not None,
         chunks=spec.least_chunks if schedule is None else schedule.chunks or spec.least_chunks,
+        chunks_are_hinted=schedule is not None and schedule.chunks is not None,
         cuts=cuts,
         shares=None if shares is None else shares.parts,
         ranks=_ranks(hints, cluster),

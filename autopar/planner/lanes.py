@@ -11,7 +11,7 @@ from autopar.cost.node import NodeCost, axis_seconds, update_bytes_per_s
 from autopar.ir.sharding import WHOLE, Mesh, Sharding
 from autopar.plan.records import StagePlan
 from autopar.planner.hints import Settled
-from autopar.planner.pipeline import Layout
+from autopar.planner.layout import Layout
 from autopar.planner.request import Candidate, Request, Unlimited
 from autopar.search.analysis import Analysis
 from autopar.search.build import (

@@ -8,7 +8,7 @@ devices may hold the others up. A part is planned as a cluster of its own, its r
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.cost.node import NodeCost, axis_seconds
@@ -105,15 +105,15 @@ def least_step_s(analysis: Analysis, part: Part) -> float:
     What is cut into pieces takes no less in all than it does whole.
     """
     devices = {run.device for run in part.cluster.devices}
-    alone_s = min(_alone_s(analysis, device) for device in devices)
+    alone_s = min(sum(seconds_alone(analysis, device).values()) for device in devices)
     return alone_s / part.cluster.num_devices
 
 
-def _alone_s(analysis: Analysis, device: Device) -> float:
-    """Seconds of all nodes on one device."""
+def seconds_alone(analysis: Analysis, device: Device) -> Mapping[str, float]:
+    """Seconds of every node on one device."""
     mesh = Mesh(("all",), (1,))
     cost = NodeCost(device, mesh, axis_seconds(Cluster.local(1), mesh))
-    total = 0.0
+    found: dict[str, float] = {}
     for members in analysis.folding.classes:
         node = analysis.graph.by_name[members[0]]
         if node.op in SOURCE_OPS:
@@ -121,5 +121,5 @@ def _alone_s(analysis: Analysis, device: Device) -> float:
         types = analysis.operand_types(node)
         reads, makes = ((WHOLE,),) * len(types), ((WHOLE,),) * len(node.outputs)
         each_s = cost.seconds(node, analysis.rules[node.name], types, reads, makes)
-        total += len(members) * each_s
-    return total
+        found.update(dict.fromkeys(members, each_s))
+    return found

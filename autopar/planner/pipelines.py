@@ -1,39 +1,44 @@
-"""Pipelines that the planner looks for by itself: meshes of stages, microbatches, schedules.
+"""Pipelines that the planner looks for: meshes of stages, microbatches, schedules.
 
-A *way* is one choice of the three. Ways are taken in the order of an estimate that grows sharper as
-it is asked for: from the seconds of the ops alone and about the bubble of the schedule, over the
-schedule's own timeline with its messages, to the relaxation of the meshes without memory limit.
-What then promises most is solved within memory, cut, lowered and simulated.
+A *way* is one choice of the three, within what hints leave. Ways are taken in the order of an
+estimate that grows sharper as it is asked for: from the seconds of the ops alone and about the
+bubble of the schedule, over an outline of the chunks and their messages on the schedule's own
+timeline, to the meshes without memory limit, within it, and to what a way on the same meshes took
+beside its estimate. What then promises most is cut, lowered and simulated.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Protocol
 
 from autopar.errors import HintError, UnsupportedError
 from autopar.ir.sharding import Mesh
 from autopar.planner.batches import COUNTS, batch_misfit, filling_count, in_time, samples_of
+from autopar.planner.cuts import least_starts
 from autopar.planner.hints import Settled
-from autopar.planner.lanes import WORTH, Lanes, prepare
-from autopar.planner.pipeline import FORWARD, Layout, filled_s, least_crossing_bytes
+from autopar.planner.lanes import WORTH, Lanes, MeshSearch, prepare, shared_s, slowest
+from autopar.planner.layout import Layout
+from autopar.planner.outline import LEAST_S, Ranks, Seconds, course_of, outline
+from autopar.planner.parts import seconds_alone
 from autopar.planner.request import Candidate, Request
 from autopar.schedules.table import schedule_named
 from autopar.search.analysis import Analysis
+from autopar.search.decode import solved_seconds
 from cost_models.cluster import Cluster
-from cost_models.collectives import collective_s, pair_link
 
 PIPELINES = 3
 """Pipelines that are solved within memory, cut and simulated; more where the step is short."""
 
 FILLED = 2
 """Of those under the schedule in force, how many are, until one fits."""
+
+GAIN = 0.01
+"""Least part of the step to gain; `WORTH` until the meshes of a long step were looked at."""
 
 CHEAP = 5_000
 """Nodes that may be lowered all the same: a step of a tenth as many is lowered ten times."""
@@ -66,32 +71,47 @@ class Way:
         return share * (self.layout.num_stages - 1) / self.count
 
 
-def layouts(settled: Settled, num_stages: int, depth: int) -> tuple[Layout, ...]:
-    """Ways to lay so many stages out: as the hint says, else under every schedule.
+def layouts(analysis: Analysis, settled: Settled, num_stages: int) -> tuple[Layout, ...]:
+    """Ways to lay so many stages out that hints leave: of every schedule and number of chunks.
 
-    The first stands for all that have its chunks; see `siblings`.
+    The first stands for all that have its chunks; see `siblings`. Where hints leave none, it is the
+    one that is refused.
 
     Args:
+        analysis: The step.
         settled: Hints in force.
         num_stages: Groups of ranks.
-        depth: Blocks that a cut should leave whole.
     """
+    # Blocks that a cut should leave whole.
+    depth = max((len(names) for names in analysis.folding.classes), default=1)
     hinted = Layout(
         schedule=settled.schedule,
         num_stages=num_stages,
         num_chunks=settled.chunks,
         hints=settled.cuts,
     )
-    if settled.schedule_is_hinted:
-        return (hinted,)
     several = [("interleaved", chunks) for chunks in CHUNKS] + [("zb-v", 2)]
     more = [("zb-h1", 1)] + [
         (name, chunks) for name, chunks in several if num_stages * chunks <= depth
     ]
-    return (
-        hinted,
-        *(replace(hinted, schedule=name, num_chunks=chunks) for name, chunks in more),
-    )
+    if settled.schedule_is_hinted:
+        more = [own for own in more if own[0] == settled.schedule]
+    if settled.chunks_are_hinted:
+        more = []
+    found = [hinted]
+    found += [replace(hinted, schedule=name, num_chunks=chunks) for name, chunks in more]
+    return tuple(own for own in dict.fromkeys(found) if _can_be_cut(analysis, own)) or (hinted,)
+
+
+def _can_be_cut(analysis: Analysis, layout: Layout) -> bool:
+    """Whether there are ops for all chunks, and hints leave cuts."""
+    if len(layout.lanes) > len(course_of(analysis).order):
+        return False
+    try:
+        least_starts(analysis, layout.hints, layout.lanes)
+    except HintError:
+        return False
+    return True
 
 
 _SIBLINGS = {"1f1b": ("gpipe", "early-backward-2"), "zb-h1": ("zb-h2",)}
@@ -137,7 +157,6 @@ class Pipelines:
     Attributes:
         trials: What is known, and told.
         ideal_s: Least seconds of a step without a bubble if nothing moved.
-        depth: Blocks of the model.
         samples: Of the batch.
         cheap: Times that the step may be lowered because it is short.
         growth: Power of the microbatches with which a step grows.
@@ -150,14 +169,24 @@ class Pipelines:
         self.request = request
         self.settled = settled
         self.trials = trials
-        ideal_s = 0.0 if trials.ideal_s == math.inf else trials.ideal_s
+        device = slowest([run.device for run in request.cluster.devices])
+        alone = seconds_alone(analysis, device)
+        self.course = course_of(analysis)
+        shares = self.course.seconds(alone)
+        self.shares: Seconds = shares / max(float(shares.sum()), LEAST_S)
+        ideal_s = trials.ideal_s
+        if ideal_s == math.inf:
+            ideal_s = sum(alone.values()) / request.cluster.num_devices
         self.ideal_s = ideal_s * _shared_speed(request.cluster)
-        self.depth = max((len(names) for names in analysis.folding.classes), default=1)
         self.samples = samples_of(analysis.graph)
         self.cheap = CHEAP // len(analysis.graph.nodes)
         self.growth = 2 if self.cheap > PIPELINES else 1
         self._prepared: dict[tuple[tuple[Mesh, ...], int], Lanes | None] = {}
+        self._within: dict[tuple[tuple[Mesh, ...], int], float] = {}
         self._timed: set[Way] = set()
+        self._outlined: dict[tuple[Way, float], float] = {}
+        self._layouts: dict[int, tuple[Layout, ...]] = {}
+        self._beside: dict[tuple[Mesh, ...], float] = {}
         self._done: dict[Way, Candidate | None] = {}
 
     def run(self, choices: Sequence[tuple[Mesh, ...]]) -> None:
@@ -166,17 +195,16 @@ class Pipelines:
         Args:
             choices: Meshes of the stages, of more and more stages.
         """
-        known_s = self.trials.best_s
         filled = self._filled(choices)
+        if self.trials.best_s == math.inf:
+            # Something to beat, or else nothing fits.
+            self._try_first(filled)
+            if self.trials.best_s == math.inf:
+                return
         ways = [way for spaces in choices for way in self._ways(spaces)]
         left = max(PIPELINES, self.cheap)
         while left and not self.trials.late():
-            promise_s = (1 - WORTH) * self.trials.best_s
-            ways = [
-                way
-                for way in ways
-                if way not in self._done and self._can_be(way) and self._estimate_s(way) < promise_s
-            ]
+            ways = [way for way in ways if self._promises(way)]
             if not ways:
                 break
             way = min(ways, key=self._estimate_s)
@@ -186,15 +214,27 @@ class Pipelines:
             if not self._sharpen(way):
                 self._try(way)
                 left -= 1
-        for way in sorted(filled, key=self._estimate_s)[:FILLED]:
-            if self._estimate_s(way) >= (1 - WORTH) * known_s:
-                break
+        self._try_first([way for way in filled if self._promises(way)][:FILLED])
+
+    def _try_first(self, ways: Sequence[Way]) -> None:
+        """Try ways, what promises most first, until one fits."""
+        for way in ways:
+            while self._sharpen(way):
+                pass
+        for way in sorted(ways, key=self._estimate_s):
             if self.trials.late():
                 break
-            if way not in self._done and self.ideal_s * (1 + way.idle) < self.trials.best_s:
+            if way not in self._done and self._can_be(way):
                 self._try(way)
             if self._done.get(way) is not None:
                 break
+
+    def _promises(self, way: Way) -> bool:
+        """Whether a way may be enough faster than the best."""
+        if way in self._done or not self._can_be(way):
+            return False
+        least = WORTH if self._is_vague(way) and self.cheap <= PIPELINES else GAIN
+        return self._estimate_s(way) < (1 - least) * self.trials.best_s
 
     def _filled(self, choices: Sequence[tuple[Mesh, ...]]) -> list[Way]:
         """Under the schedule in force, with as many microbatches as fill it, what is worth a look.
@@ -204,7 +244,7 @@ class Pipelines:
         """
         found = []
         for spaces in () if self.trials.late() else choices:
-            (layout, *_) = layouts(self.settled, len(spaces), self.depth)
+            (layout, *_) = self._layouts_of(spaces)
             way = Way(spaces=spaces, count=self._most(spaces, layout), layout=layout)
             ideal_s = self.ideal_s * (1 + way.idle)
             if self._is_possible(way) and ideal_s <= (1 - WORTH) * self.trials.best_s:
@@ -212,7 +252,14 @@ class Pipelines:
                 self._sharpen(way)
                 if self._can_be(way):
                     found.append(way)
-        return found
+        return sorted(found, key=self._estimate_s)
+
+    def _layouts_of(self, spaces: tuple[Mesh, ...]) -> tuple[Layout, ...]:
+        """Layouts of so many stages."""
+        count = len(spaces)
+        if count not in self._layouts:
+            self._layouts[count] = layouts(self.analysis, self.settled, count)
+        return self._layouts[count]
 
     def _most(self, spaces: tuple[Mesh, ...], layout: Layout) -> int:
         """Most microbatches that are tried."""
@@ -221,7 +268,7 @@ class Pipelines:
     def _ways(self, spaces: tuple[Mesh, ...]) -> list[Way]:
         """All numbers of microbatches and schedules on some meshes."""
         forced, num_stages = self.settled.microbatches, len(spaces)
-        own = layouts(self.settled, num_stages, self.depth)
+        own = self._layouts_of(spaces)
         most = self._most(spaces, own[0])
         rounds = {num_stages * n for n in COUNTS} | set(COUNTS)
         counts = [forced] if forced else sorted(n for n in rounds if 2 <= n <= most)
@@ -229,8 +276,11 @@ class Pipelines:
         return [way for way in ways if self._is_possible(way)]
 
     def _is_possible(self, way: Way) -> bool:
-        """Whether the schedule exists, and the batch can be cut so."""
-        if not way.layout.fits(way.count) or way.count < 2 or self.samples % way.count:
+        """Whether the schedule exists, and the model and the batch can be cut so."""
+        forced = way.count == self.settled.microbatches
+        if not (forced or (way.count >= 2 and self.samples % way.count == 0)):
+            return False
+        if not way.layout.fits(way.count) or not _can_be_cut(self.analysis, way.layout):
             return False
         meshes = in_time(self.analysis.graph, way.spaces, way.count)
         return not any(batch_misfit(self.analysis.graph, mesh) for mesh in meshes)
@@ -243,14 +293,15 @@ class Pipelines:
         """Whether the problem of its meshes exists and has room, as far as is known.
 
         Between the parts of a split backward more is held than the problem knows of, so that there
-        is none where memory binds.
+        is none where memory binds, but where a hint asks for it.
         """
         if self._is_vague(way):
             return True
         prepared = self._prepared[way.spaces, way.count]
         if prepared is None:
             return False
-        return not (schedule_named(way.layout.schedule).splits_backward and prepared.is_bound)
+        splits = schedule_named(way.layout.schedule).splits_backward
+        return self.settled.schedule_is_hinted or not (splits and prepared.is_bound)
 
     def _sharpen(self, way: Way) -> bool:
         """Make the estimate of a way sharper; False if it is as sharp as it gets."""
@@ -259,13 +310,28 @@ class Pipelines:
             self._timed.add(way)
         elif key not in self._prepared:
             self._prepared[key] = self._prepare(way)
+        elif key not in self._within and self._is_bound(way):
+            self._within[key] = self._solve_within(way)
         else:
             return False
         return True
 
+    def _is_bound(self, way: Way) -> bool:
+        """Whether memory binds on its meshes."""
+        prepared = self._prepared.get((way.spaces, way.count))
+        return prepared is not None and prepared.is_bound
+
+    def _solve_within(self, way: Way) -> float:
+        """Seconds that a stage works within memory; of the relaxation if that does not say."""
+        prepared = self._prepared[way.spaces, way.count]
+        assert prepared is not None, way
+        left_s = self.trials.left_s
+        within_s = shared_s([kind.modelled_s(left_s) for kind in prepared.searches])
+        return within_s if within_s < math.inf else prepared.work_s(left_s)
+
     def _prepare(self, way: Way) -> Lanes | None:
         """The relaxed problem of a way's meshes, if they can run in microbatches."""
-        (layout, *_) = layouts(self.settled, len(way.spaces), self.depth)
+        (layout, *_) = self._layouts_of(way.spaces)
         meshes = in_time(self.analysis.graph, way.spaces, way.count)
         try:
             found = prepare(self.analysis, self.request, self.settled, meshes, layout)
@@ -281,29 +347,76 @@ class Pipelines:
         others = siblings(self.settled, way.layout)
         # Where hints or the step leave no such cuts, it is no pipeline.
         with contextlib.suppress(HintError, UnsupportedError):
-            self._done[way] = self.trials.finish(
-                replace(prepared, layout=way.layout, others=others)
-            )
+            found = self.trials.finish(replace(prepared, layout=way.layout, others=others))
+            self._done[way] = found
+            if found is not None:
+                self._beside[way.spaces] = found.step_s / max(self._outline_s(way), LEAST_S)
 
     def _estimate_s(self, way: Way) -> float:
         """Seconds of the step, as far as they are known."""
-        work_s = self._work_s(way)
-        if way not in self._timed or work_s == 0:
-            return work_s * (1 + way.idle)
-        each_s = work_s / way.count
-        share = round(self._send_s(way) / each_s, 3)
-        return each_s * filled_s(way.layout, way.count, FORWARD, share)
+        if way not in self._timed:
+            return self._work_s(way) * (1 + way.idle)
+        return self._outline_s(way) * self._beside.get(way.spaces, 1.0)
+
+    def _outline_s(self, way: Way) -> float:
+        """Seconds of the step by its outline."""
+        work_s = float(f"{self._work_s(way):.3g}")
+        if (way, work_s) not in self._outlined:
+            first = [0, *itertools.accumulate(mesh.num_ranks for mesh in way.spaces)][:-1]
+            self._outlined[way, work_s] = outline(
+                self.course,
+                self._by_stage(way, work_s),
+                (way.layout, *siblings(self.settled, way.layout)),
+                way.count,
+                Ranks(
+                    cluster=self.request.cluster,
+                    first=tuple(first),
+                    count=tuple(mesh.num_ranks for mesh in way.spaces),
+                ),
+            ).seconds
+        return self._outlined[way, work_s]
+
+    def _by_stage(self, way: Way, work_s: float) -> list[Seconds]:
+        """What the whole step takes on every stage: of the relaxation, or what ops take alone."""
+        prepared = self._prepared.get((way.spaces, way.count))
+        if prepared is not None:
+            longer = work_s / max(prepared.work_s(self.trials.left_s), LEAST_S)
+            found = {kind: longer * self._relaxed(kind) for kind in prepared.kinds}
+            return [found[kind] for kind in prepared.searches]
+        ranks_s = zip(way.spaces, self._rank_s(way), strict=True)
+        speeds = [space.num_ranks / seconds for space, seconds in ranks_s]
+        alone = {speed: work_s * sum(speeds) / speed * self.shares for speed in set(speeds)}
+        return [alone[speed] for speed in speeds]
+
+    def _relaxed(self, kind: MeshSearch) -> Seconds:
+        """What the whole step takes on a mesh without memory limit, beside ops as these."""
+        whole_s = kind.unbound_s(self.trials.left_s)
+        assert kind.unlimited.solution is not None
+        names = solved_seconds(kind.plain, self.analysis, kind.unlimited.solution)
+        found = self.course.seconds(names)
+        return found * (whole_s / max(float(found.sum()), LEAST_S))
+
+    def _rank_s(self, way: Way) -> list[float]:
+        """What the ranks of every stage take, in proportion: as their slowest device."""
+        cluster, first, found = self.request.cluster, 0, []
+        for space in way.spaces:
+            runs = cluster.runs_between(first, first + space.num_ranks)
+            device = slowest([cluster.devices[run].device for run in runs])
+            found.append(1 / max(device.peak_flops_per_s.values()))
+            first += space.num_ranks
+        return found
 
     def _work_s(self, way: Way) -> float:
-        """Seconds that a stage works: of the relaxation, or no more than what it will be.
+        """Seconds that a stage works: within memory, or no more than what it will be.
 
         What a step takes beyond its ops grows with the microbatches, in proportion where they are
         large, faster where they are small; and is taken to be no less with fewer stages, each of
         which then holds more parameters.
         """
-        prepared = self._prepared.get((way.spaces, way.count))
+        key = way.spaces, way.count
+        prepared = self._prepared.get(key)
         if prepared is not None:
-            return prepared.work_s(self.trials.left_s)
+            return self._within.get(key) or prepared.work_s(self.trials.left_s)
         filled = way.count / self._most(way.spaces, way.layout)
         more = 0.0
         for (spaces, count), lanes in self._prepared.items():
@@ -313,19 +426,6 @@ class Pipelines:
             share = filled * self._most(spaces, lanes.layout) / count
             more = max(more, beyond_s * min(1.0, share) ** self.growth)
         return self.ideal_s + more
-
-    def _send_s(self, way: Way) -> float:
-        """Least seconds of the slowest message between stages."""
-        ranks = [0, *itertools.accumulate(mesh.num_ranks for mesh in way.spaces)]
-        size = int(self._crossing_bytes / way.count / max(m.num_ranks for m in way.spaces))
-        return max(
-            collective_s("send", size, pair_link(self.request.cluster, a, b))
-            for a, b in pairwise(ranks[:-1])
-        )
-
-    @functools.cached_property
-    def _crossing_bytes(self) -> int:
-        return least_crossing_bytes(self.analysis)
 
 
 def _shared_speed(cluster: Cluster) -> float:

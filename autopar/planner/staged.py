@@ -23,10 +23,11 @@ from autopar.lower.spmd import Crossing, Facts, facts_of
 from autopar.lower.unroll import Row, with_refs
 from autopar.plan.records import StagePlan
 from autopar.planner.alike import texts
-from autopar.planner.pipeline import Kind, Lane, Layout
+from autopar.planner.layout import Layout
+from autopar.planner.pipeline import Kind, Lane
 from autopar.schedules.makespan import ChunkTime
 from autopar.schedules.makespan import simulate as simulate_schedule
-from autopar.schedules.table import schedule_named
+from autopar.schedules.table import rows_of, schedule_named
 from autopar.search.analysis import Analysis
 from autopar.search.stages import Pipeline
 from cost_models.cluster import Cluster
@@ -158,8 +159,7 @@ class LoweredPipeline:
 
     def step_s(self, layout: Layout) -> float:
         """Seconds of the step without the update, under a schedule of the same chunks."""
-        spec = schedule_named(layout.schedule)
-        rows = spec.generate(layout.num_stages, layout.num_chunks, self.microbatches)
+        rows = rows_of(layout.schedule, layout.num_stages, layout.num_chunks, self.microbatches)
         times = [chunk.time for chunk in self.chunks]
         return simulate_schedule(rows, times, self.sends_s).makespan_s + self.around_s
 

@@ -18,11 +18,11 @@ from autopar.plan.records import StagePlan
 from autopar.planner.evaluate import evaluate_pipeline
 from autopar.planner.fronts import Way, ways_of
 from autopar.planner.lanes import LESS, Lanes, MeshSearch
+from autopar.planner.outline import course_of
 from autopar.planner.pipeline import (
     FORWARD,
     Kind,
     Lane,
-    crossing_bytes,
     filled_s,
     seconds_by_forward,
     stage_without_parameter,
@@ -37,7 +37,7 @@ from autopar.search.decode import decode
 from autopar.search.inter import solve_inter
 from autopar.search.interproblem import Choice, Family, InterProblem, Link, Place, Setting
 from autopar.search.problem import Solution
-from autopar.search.stages import forward_order, split_lanes
+from autopar.search.stages import split_lanes
 from cost_models.collectives import collective_s, pair_link
 
 ROUNDS = 4
@@ -110,9 +110,8 @@ class _Stagewise:
         """About as many units as the stages need to be even."""
         kind = self.search.searches[0]
         whole = decode(*self._of(self.fastest[kind]))
-        order = forward_order(self.analysis)
-        seconds = seconds_by_forward(self.analysis, Kind(whole, kind.cost), order)
-        return units_of(self.analysis, seconds, GRAIN * len(self.layout.lanes))
+        seconds = seconds_by_forward(self.analysis, Kind(whole, kind.cost)).sum(axis=0)
+        return units_of(self.analysis, seconds.tolist(), GRAIN * len(self.layout.lanes))
 
     def _of(self, solved: tuple[Built, Solution]) -> tuple[Built, Analysis, Solution]:
         return solved[0], self.analysis, solved[1]
@@ -151,7 +150,7 @@ class _Stagewise:
             tuple(tuple(way.points[own] for way in self.ways[kind]) for kind in kinds)
             for own in range(number)
         )
-        crossing = crossing_bytes(self.analysis, forward_order(self.analysis))
+        crossing = course_of(self.analysis).crossing_bytes.tolist()
         setting = Setting(
             microbatches=self.microbatches,
             fronts=fronts,

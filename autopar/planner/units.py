@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from autopar.ir.graph import PARAMETER
-from autopar.planner.pipeline import crossing_bytes
+from autopar.planner.outline import course_of
 from autopar.search.analysis import Analysis
 from autopar.search.stages import forward_order, homes, owners_of
 
@@ -89,7 +89,7 @@ def units_of(analysis: Analysis, seconds: Sequence[float], most: int) -> Units:
         most: Of units, beside whole copies and what does not repeat.
     """
     order = forward_order(analysis)
-    crossing = crossing_bytes(analysis, order)
+    crossing = course_of(analysis).crossing_bytes.tolist()
     copies = [analysis.copies.of.get(name) for name in order]
     blocks = [None if copy is None else (copy.run, copy.index) for copy in copies]
     bounds = [at for at, (a, b) in enumerate(pairwise(blocks), start=1) if a != b]

@@ -7,6 +7,7 @@ A new schedule is an entry of `SCHEDULES` and a function that returns one row of
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -280,3 +281,14 @@ def schedule_named(name: str) -> ScheduleSpec:
         f"cannot use schedule '{name}': there is none of that name; {what}"
         f"use one of {', '.join(SCHEDULES)}"
     )
+
+
+@functools.lru_cache(maxsize=256)
+def rows_of(name: str, lanes: int, chunks: int, microbatches: int) -> Schedule:
+    """The rows of a schedule by name, made once.
+
+    Raises:
+        HintError: There is none of that name, or a number is no count.
+        UnsupportedError: It does not exist for these numbers.
+    """
+    return schedule_named(name).generate(lanes, chunks, microbatches)

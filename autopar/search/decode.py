@@ -97,6 +97,21 @@ def decode(built: Built, analysis: Analysis, solution: Solution) -> StagePlan:
     )
 
 
+def solved_seconds(built: Built, analysis: Analysis, solution: Solution) -> Mapping[str, float]:
+    """Seconds of every node that is not a source, under what most of its class choose."""
+    found: dict[str, float] = {}
+    for entry, choice in zip(built.entries, solution.choice, strict=True):
+        for number, own in zip(entry.classes, entry.choices[choice], strict=True):
+            made = built.classes[number]
+            if made.node.op in SOURCE_OPS:
+                continue
+            strategy, types = made.strategies[own], analysis.operand_types(made.node)
+            rule = analysis.rules[made.node.name]
+            each_s = built.cost.seconds(made.node, rule, types, strategy.operands, strategy.outputs)
+            found.update(dict.fromkeys(made.members, each_s))
+    return found
+
+
 def _at(parameter: ParameterPlan, there: ParameterPlan | None) -> ParameterPlan:
     """A parameter that exists, where it is: at home in host memory, its state, or neither."""
     return replace(

@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autopar.ir.alias import through
 from autopar.ir.graph import PARAMETER, SOURCE_OPS, Node, Phase, Ref
@@ -56,24 +57,28 @@ def balanced_cuts(seconds: Sequence[float], num_stages: int) -> tuple[int, ...]:
         num_stages: Number of stages, at most as many as nodes.
     """
     assert num_stages <= len(seconds), f"{len(seconds)} nodes for {num_stages} stages"
-    sums = [0.0, *itertools.accumulate(seconds)]
+    sums = np.concatenate([[0.0], np.cumsum(seconds)])
     count = len(seconds)
-    best = [[float("inf")] * (count + 1) for _ in range(num_stages + 1)]
-    came = [[0] * (count + 1) for _ in range(num_stages + 1)]
-    best[0][0] = 0.0
-    for stage in range(1, num_stages + 1):
-        first = stage - 1
-        for end in range(stage, count + 1):
-            while first + 1 < end and max(
-                best[stage - 1][first + 1], sums[end] - sums[first + 1]
-            ) <= max(best[stage - 1][first], sums[end] - sums[first]):
-                first += 1
-            best[stage][end] = max(best[stage - 1][first], sums[end] - sums[first])
-            came[stage][end] = first
-    cuts = []
+    best, came = sums, []
+    for stage in range(2, num_stages + 1):
+        ends = np.arange(stage, count + 1)
+        # Of a later first position the stages in front take longer, this one less: best is where
+        # they meet, or just in front of it; of the same, the last.
+        open_ = best[stage - 1 : count]
+        meet = np.searchsorted(open_ + sums[stage - 1 : count], sums[ends])
+        last = ends - stage
+        short = np.clip(meet - 1, 0, last)
+        long = np.minimum(meet, last)
+        long = np.minimum(np.searchsorted(open_, open_[long], side="right") - 1, last)
+        longest = [np.maximum(open_[at], sums[ends] - sums[at + stage - 1]) for at in (short, long)]
+        first = np.where(longest[1] <= longest[0], long, short)
+        best = np.full(count + 1, np.inf)
+        best[ends] = np.minimum(*longest)
+        came.append(np.concatenate([np.zeros(stage, dtype=np.int64), first + stage - 1]))
+    cuts: list[int] = []
     end = count
-    for stage in range(num_stages, 1, -1):
-        end = came[stage][end]
+    for firsts in reversed(came):
+        end = int(firsts[end])
         cuts.append(end)
     return tuple(reversed(cuts))
 
@@ -119,10 +124,15 @@ def last_firsts(
     return [before if stage in stages else anywhere for stage in range(num_stages)]
 
 
+Row = Sequence[float] | NDArray[np.float64]
+"""A number for every forward node, or for every position between them."""
+
+
 def bounded_cuts(
-    by_stage: Sequence[Sequence[float]],
+    by_stage: Sequence[Row],
     least: Sequence[Sequence[int]],
     most: Sequence[Sequence[int]] | None = None,
+    begins: Sequence[Row] | None = None,
 ) -> tuple[int, ...] | None:
     """As `balanced_cuts` within bounds, for stages of any speeds; None if there are no such cuts.
 
@@ -133,18 +143,23 @@ def bounded_cuts(
         by_stage: For every stage, the seconds it takes for each forward node.
         least: As of `least_firsts`.
         most: As of `last_firsts`; by default anywhere.
+        begins: For every stage, the seconds that beginning at each position adds; None for none.
     """
     sums = [np.concatenate([[0.0], np.cumsum(seconds)]) for seconds in by_stage]
     lasts = most or last_firsts(len(by_stage[0]), (), (), len(by_stage))
     bounds = [(np.asarray(own), np.asarray(last)) for own, last in zip(least, lasts, strict=True)]
-    most_s = max(float(own[-1]) for own in sums)
+    # A stage [a, b) fits a length if what is in front of b, less the length, is no more than this.
+    keys = list(sums)
+    if begins is not None:
+        keys = [own - np.asarray(more) for own, more in zip(sums, begins, strict=True)]
+    most_s = max(float(own[-1] - key.min()) for own, key in zip(sums, keys, strict=True))
     low_s, high_s = 0.0, most_s
-    found = _reached(sums, bounds, high_s)
+    found = _reached(sums, keys, bounds, high_s)
     if found is None:
         return None
     while high_s - low_s > 1e-9 * most_s:
         middle_s = (low_s + high_s) / 2
-        reached = _reached(sums, bounds, middle_s)
+        reached = _reached(sums, keys, bounds, middle_s)
         if reached is None:
             low_s = middle_s
         else:
@@ -152,10 +167,10 @@ def bounded_cuts(
     cuts: list[int] = []
     end = len(by_stage[0])
     for stage in range(len(least) - 1, 0, -1):
-        own = sums[stage]
-        begin, last = (int(bound[end]) for bound in bounds[stage])
-        first = max(begin, int(np.searchsorted(own, own[end] - high_s - _ROUNDING)))
-        end = int(first + np.flatnonzero(found[stage][first : last + 1])[0])
+        first, last = (int(bound[end]) for bound in bounds[stage])
+        own = slice(first, last + 1)
+        fits = keys[stage][own] >= sums[stage][end] - high_s - _ROUNDING
+        end = first + int(np.flatnonzero(found[stage][own] & fits)[0])
         cuts.append(end)
     return tuple(reversed(cuts))
 
@@ -165,18 +180,35 @@ _ROUNDING = 1e-15
 
 def _reached(
     sums: Sequence[np.ndarray],
+    keys: Sequence[np.ndarray],
     bounds: Sequence[tuple[np.ndarray, np.ndarray]],
     longest_s: float,
 ) -> list[np.ndarray] | None:
     """For every stage, whether it can begin at each position; None if the last cannot end."""
-    ends = np.arange(len(sums[0]))
-    reached = [ends == 0]
-    for own, (least, most) in zip(sums, bounds, strict=True):
-        shortest = np.searchsorted(own, own - longest_s - _ROUNDING)
-        before = np.concatenate([[0], np.cumsum(reached[-1])])
-        first = np.minimum(np.maximum(least, shortest), ends)
-        reached.append(before[most + 1] > before[first])
+    reached = [np.arange(len(sums[0])) == 0]
+    for own, key, bound in zip(sums, keys, bounds, strict=True):
+        best = _most_between(np.where(reached[-1], key, -np.inf), *bound)
+        reached.append(best >= own - longest_s - _ROUNDING)
     return reached if reached[-1][-1] else None
+
+
+def _most_between(keys: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarray:
+    """For every end, the most of the keys from its first position to its last; -inf for none.
+
+    Args:
+        keys: Of every position.
+        first: Of every end; it never falls.
+        last: Of every end; it never falls either.
+    """
+    found = np.full(len(keys), -np.inf)
+    ends = np.flatnonzero(first <= last)
+    # In runs of ends that have their first position in common.
+    for own in np.split(ends, np.flatnonzero(np.diff(first[ends])) + 1):
+        if len(own):
+            begin = first[own[0]]
+            most = np.maximum.accumulate(keys[begin : last[own[-1]] + 1])
+            found[own] = most[last[own] - begin]
+    return found
 
 
 def split_stages(

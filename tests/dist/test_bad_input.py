@@ -242,7 +242,7 @@ CASES |= {
         ("2 ranks from rank 1", "ranks 0 to 1"),
     ),
     "degrees of fewer ranks": (
-        lambda: compile_mlp(hint.degrees(dp=1, tp=1, cp=1)),
+        lambda: compile_mlp(hint.degrees(dp=1, tp=1, cp=1, pp=1)),
         HintError,
         ("must multiply to 2", "hint.ranks(1)"),
     ),

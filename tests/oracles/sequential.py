@@ -15,7 +15,7 @@ from autopar import hint
 from autopar.ir.sharding import Mesh
 from autopar.planner.hints import settle
 from autopar.planner.lanes import MeshSearch, prepare
-from autopar.planner.pipeline import Layout
+from autopar.planner.layout import Layout
 from autopar.planner.prove import prove
 from autopar.planner.request import Candidate, Request
 from autopar.search.analysis import Analysis

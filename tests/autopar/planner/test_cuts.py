@@ -55,24 +55,31 @@ def test_bounded_cuts_equal_brute_force(data: st.DataObject) -> None:
     homes = data.draw(st.dictionaries(st.integers(0, count - 1), st.integers(0, 1), max_size=2))
     wanted = data.draw(st.sets(st.integers(0, count - 1)))
     needy = data.draw(st.sets(st.integers(0, len(lanes) - 1)))
+    extra = st.lists(st.integers(0, 5).map(float), min_size=count + 1, max_size=count + 1)
+    begins = data.draw(st.none() | extra)
+    weighed = begins and [[0.0] * (count + 1), *[begins] * (len(lanes) - 1)]
     longest = []
     for places in itertools.combinations(range(1, count), len(lanes) - 1):
         pieces = list(itertools.pairwise([0, *places, count]))
         runs = {at: lane for lane, (a, b) in zip(lanes, pieces, strict=True) for at in range(a, b)}
         has = all(wanted.intersection(range(*pieces[stage])) for stage in needy)
         if has and cuts <= set(places) and all(runs[at] == lane for at, lane in homes.items()):
-            longest.append(longest_of(seconds, pieces))
+            longest.append(longest_of(seconds, pieces, weighed))
     most = last_firsts(count, wanted, needy, len(lanes))
-    found = bounded_cuts(seconds, least_firsts(count, cuts, homes, lanes), most)
+    found = bounded_cuts(seconds, least_firsts(count, cuts, homes, lanes), most, weighed)
     assert (found is None) == (not longest)
     if found is not None:
         pieces = list(itertools.pairwise([0, *found, count]))
-        assert longest_of(seconds, pieces) == min(longest)
+        assert longest_of(seconds, pieces, weighed) == min(longest)
 
 
-def longest_of(seconds: list[list[float]], pieces: list[tuple[int, int]]) -> float:
-    """Seconds of the stage that takes longest; each has its own for every node."""
-    return max(sum(own[a:b]) for own, (a, b) in zip(seconds, pieces, strict=True))
+def longest_of(
+    seconds: list[list[float]], pieces: list[tuple[int, int]], begins: list[list[float]] | None
+) -> float:
+    """Seconds of the stage that takes longest; each has its own for every node and beginning."""
+    more = [[0.0] * (len(own) + 1) for own in seconds] if begins is None else begins
+    owns = zip(seconds, more, pieces, strict=True)
+    return max(begin[a] + sum(own[a:b]) for own, begin, (a, b) in owns)
 
 
 def test_a_stage_begins_where_a_hint_says() -> None:
@@ -154,5 +161,5 @@ def test_hints_that_cannot_be_met_are_named(
 
 
 def test_a_cut_needs_a_pipeline() -> None:
-    with pytest.raises(HintError, match=r"hint.degrees\(pp="):
+    with pytest.raises(HintError, match=r"hint.degrees\(pp=1\)"):
         planned(hint.cut_before("lm_head"), pp=1)

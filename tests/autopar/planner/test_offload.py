@@ -164,7 +164,12 @@ def test_every_stage_of_a_pipeline_offloads_what_its_own_backward_reads(
     analysis, _ = captured
 
     def piped(*hints: Hint) -> Plan:
-        own = (hint.degrees(pp=2, dp=1, tp=1), hint.microbatches(4), *hints)
+        own = (
+            hint.degrees(pp=2, dp=1, tp=1),
+            hint.schedule("1f1b"),
+            hint.microbatches(4),
+            *hints,
+        )
         cluster = hosted(2, 1e9)
         return make_plan(analysis, Request(model="m", fingerprint="f", cluster=cluster, hints=own))
 

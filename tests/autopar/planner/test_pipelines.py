@@ -5,13 +5,17 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import nn
 
 from autopar import hint
 from autopar.capture import capture_step
+from autopar.errors import AutoparError
+from autopar.plan.records import Plan
 from autopar.planner.batches import stage_counts
 from autopar.planner.driver import make_plan
+from autopar.planner.pipelines import GAIN
 from autopar.planner.request import Request
 from autopar.search.analysis import Analysis, analyse
 from autopar.search.outer import run_meshes
@@ -115,7 +119,8 @@ def test_stages_of_one_node_are_taken_where_its_network_is_slow() -> None:
     assert chosen.num_stages > 1
     for degrees in (hint.degrees(pp=1), hint.degrees(pp=2, dp=2), hint.degrees(pp=4)):
         other = make_plan(wide(), request(slow, degrees, hint.microbatches(8)))
-        assert chosen.prediction.step_s < other.prediction.step_s
+        assert chosen.prediction.step_s <= other.prediction.step_s
+        assert other.num_stages > 1 or chosen.prediction.step_s < other.prediction.step_s
 
 
 def of_two_kinds(fast: int, slow: int, times: float, bytes_per_s: float) -> Cluster:
@@ -149,3 +154,75 @@ def test_stages_of_unlike_meshes_are_found_where_devices_are_unlike() -> None:
     for hints in ((hint.degrees(tp=(1, 3)), hint.microbatches(2)), (hint.degrees(pp=4),)):
         other = make_plan(wide(), request(cluster, *hints))
         assert chosen.prediction.step_s <= 1.001 * other.prediction.step_s
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        pytest.param((hint.degrees(pp=2), hint.microbatches(8)), id="stages and microbatches"),
+        pytest.param((hint.degrees(pp=4),), id="stages"),
+        pytest.param((hint.schedule("zb-h1"),), id="schedule"),
+        pytest.param((hint.schedule("interleaved"), hint.degrees(pp=2)), id="chunks left out"),
+        pytest.param((hint.cut_before("3"),), id="a cut"),
+    ],
+)
+def test_what_hints_leave_out_of_a_pipeline_is_chosen(asked: tuple[hint.Hint, ...]) -> None:
+    chosen = make_plan(wide(), request(apart(), *asked))
+    assert chosen.num_stages > 1
+    for given in asked:
+        if isinstance(given, hint.Degrees):
+            assert chosen.num_stages == given.pp
+        if isinstance(given, hint.Microbatches):
+            assert chosen.microbatches == given.count
+        if isinstance(given, hint.Schedule):
+            assert chosen.schedule == given.name
+        if isinstance(given, hint.CutBefore):
+            assert given.pattern in first_modules(chosen)
+    stages = [] if any(isinstance(h, hint.Degrees) for h in asked) else [hint.degrees(pp=4)]
+    names = [h.name for h in asked if isinstance(h, hint.Schedule)] or ["1f1b", "zb-v"]
+    for name in names:
+        rest = [h for h in asked if not isinstance(h, hint.Schedule)]
+        other = make_plan(wide(), request(apart(), *rest, *stages, hint.schedule(name)))
+        assert chosen.prediction.step_s <= 1.001 * other.prediction.step_s, name
+
+
+def first_modules(plan: Plan) -> set[str]:
+    """Outermost module that every chunk's forward begins in."""
+    by_name = wide().graph.by_name
+    looped = [
+        [n.name for n in chunk.nodes if n.name in wide().looped and by_name[n.name].source.module]
+        for chunk in plan.stages
+    ]
+    return {by_name[names[0]].source.module.split(".")[0] for names in looped}
+
+
+def test_more_cuts_than_stages_of_one_chunk_ask_for_several() -> None:
+    cuts = [hint.cut_before(str(n)) for n in (2, 4, 6)]
+    plan = make_plan(wide(), request(Cluster.local(2), *cuts))
+    assert plan.num_stages == 2 and len(plan.stages) >= 4
+
+
+@pytest.mark.parametrize(
+    ("hints", "said"),
+    [
+        ([hint.cut_before("3"), hint.degrees(pp=1)], "there is one stage"),
+        ([hint.stage("3", 4)], "use 0 to 3"),
+        ([hint.stage("7", 0), hint.schedule("gpipe"), hint.stage("0", 1)], "ask"),
+        ([hint.schedule("interleaved"), hint.degrees(pp=4), hint.microbatches(2)], "multiple"),
+    ],
+)
+def test_pipelines_that_cannot_be_are_refused(hints: list[hint.Hint], said: str) -> None:
+    with pytest.raises(AutoparError, match=said):
+        make_plan(wide(), request(apart(), *hints))
+
+
+@pytest.mark.parametrize("bytes_per_s", [2e7, 2e8, 2e9])
+def test_no_number_of_stages_that_is_hinted_is_faster(bytes_per_s: float) -> None:
+    """Two nodes of two cores, on networks from where messages are costly to where they are not."""
+    inner = Cluster.local(4).levels[0]
+    outer = replace(inner, name="wan", size=2, bandwidth_bytes_per_s=bytes_per_s)
+    cluster = replace(Cluster.local(4), levels=(replace(inner, size=2), outer))
+    free = make_plan(wide(), request(cluster))
+    for hints in ([hint.degrees(pp=2)], [hint.degrees(pp=4)], [hint.degrees(pp=2, dp=2)]):
+        other = make_plan(wide(), request(cluster, *hints))
+        assert free.prediction.step_s <= (1 + GAIN) * other.prediction.step_s

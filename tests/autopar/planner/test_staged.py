@@ -18,7 +18,8 @@ from autopar.planner import staged
 from autopar.planner.evaluate import lanes_of
 from autopar.planner.hints import settle
 from autopar.planner.lanes import prepare
-from autopar.planner.pipeline import Layout, cut
+from autopar.planner.layout import Layout
+from autopar.planner.pipeline import cut
 from autopar.planner.request import Request
 from autopar.planner.staged import LoweredPipeline, lower_pipeline
 from autopar.search.analysis import Analysis, analyse
@@ -58,7 +59,7 @@ def lowered(schedule: str, chunks: int = 1, *, apart: bool = False) -> LoweredPi
     (mesh, *_) = meshes(cluster, None, num_stages=STAGES)
     search = prepare(analysis, request, settled, (mesh.with_time(8),) * STAGES, layout)
     lanes = lanes_of(analysis, search, {kind: kind.within(None, 10.0) for kind in search.kinds})
-    pipeline = cut(analysis, lanes, layout)
+    pipeline = cut(analysis, lanes, (layout,), cluster)
     with pytest.MonkeyPatch.context() as patch:
         if apart:
             patch.setattr(staged, "texts", lambda *_: tuple(range(STAGES)))
