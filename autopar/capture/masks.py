@@ -84,7 +84,12 @@ def _fold(
 ) -> tuple[Ref | None, bool]:
     """What is left of a mask, and whether causality was in it."""
     parts = _conjuncts(builder, mask)
-    causal = [part for part in parts if _compares_positions(builder, part, scores)]
+    causal = [
+        part
+        for part in parts
+        if _compares_positions(builder, part, scores)
+        or _compares_numbers(builder, part, scores, constants)
+    ]
     rest = [part for part in parts if part not in causal]
     ancestors = {part: constant_ancestors(builder.nodes, part) for part in rest}
     fixed = [part for part in rest if ancestors[part] is not None]
@@ -114,15 +119,20 @@ def _value(
     if maker.op not in _COMPARISONS or len(operands) != 2:
         large = builder.type_of(part).num_elements > _LARGEST_ELEMENTS
         return None if large else evaluate(builder.nodes, ancestors, part, constants)
-    found = []
-    for ref in operands:
-        numbers = constant_ancestors(builder.nodes, ref) or []
-        if builder.type_of(ref).num_elements > _LARGEST_ELEMENTS:
-            return None
-        found.append(_narrowed(evaluate(builder.nodes, numbers, ref, constants)))
-    if math.prod(np.broadcast_shapes(*(own.shape for own in found))) > _LARGEST_ELEMENTS:
+    left, right = (_narrowed_value(builder, ref, constants) for ref in operands)
+    if left is None or right is None:
         return None
-    return _COMPARISONS[maker.op](*found)
+    if math.prod(np.broadcast_shapes(left.shape, right.shape)) > _LARGEST_ELEMENTS:
+        return None
+    return _COMPARISONS[maker.op](left, right)
+
+
+def _narrowed_value(builder: Builder, ref: Ref, constants: Mapping[str, Tensor]) -> Tensor | None:
+    """A constant, one entry long in dims along which it is all the same; None if too large."""
+    numbers = constant_ancestors(builder.nodes, ref)
+    if numbers is None or builder.type_of(ref).num_elements > _LARGEST_ELEMENTS:
+        return None
+    return _narrowed(evaluate(builder.nodes, numbers, ref, constants))
 
 
 def _narrowed(value: Tensor) -> Tensor:
@@ -146,6 +156,28 @@ def _compares_positions(builder: Builder, part: Ref, scores: Scores) -> bool:
         shape[-2:] == scores
         and run_of(builder, keys, shape[-1], rank) == rank - 1
         and run_of(builder, queries, shape[-2], rank) == rank - 2
+    )
+
+
+def _compares_numbers(
+    builder: Builder, part: Ref, scores: Scores, constants: Mapping[str, Tensor]
+) -> bool:
+    """Whether a mask compares constants that number the keys and the queries to the same end."""
+    maker = builder.maker(part)
+    if maker.op not in ("aten.le.Tensor", "aten.ge.Tensor") or len(maker.operands) != 2:
+        return False
+    pair = [_narrowed_value(builder, ref, constants) for ref in maker.operands]
+    keys, queries = pair if maker.op == "aten.le.Tensor" else pair[::-1]
+    return _counts(keys, -1, scores[1]) and _counts(queries, -2, scores[0])
+
+
+def _counts(value: Tensor | None, dim: int, count: int) -> bool:
+    """Whether a constant counts from zero along a dim, and is the same along all others."""
+    return (
+        value is not None
+        and value.ndim >= -dim
+        and value.numel() == value.shape[dim] == count
+        and torch.equal(value.flatten(), torch.arange(count, dtype=value.dtype))
     )
 
 
