@@ -94,18 +94,23 @@ class Loop:
             host_bytes=int(live[:, HOST].max(initial=0)),
         )
 
-    def behind(self, row: Row, at: int, without: Container[str] = ()) -> int:
-        """Bytes on the device right behind a turn of a row, beside what enters the program.
+    def behind(self, row: Row, at: int, without: Container[str] = ()) -> tuple[int, int]:
+        """Bytes on the device right behind a turn of a row: made before the loop, and in it.
+
+        Beside what enters the program.
 
         Args:
             row: The row.
             at: Number of the turn.
             without: Captured nodes whose results are not counted.
         """
-        replay = _Replay(self, row)
+        replay, found = _Replay(self, row), []
         counted = [r for r in self.memory.num_bytes if self.origin[r.node] not in without]
-        made, freed = replay.changes(counted)[: replay.ends[at]].sum(axis=0)[:, DEVICE].tolist()
-        return int(made - freed)
+        for within in (False, True):
+            own = [r for r in counted if (self.number(self.memory.made[r]) is not None) == within]
+            made, freed = replay.changes(own)[: replay.ends[at]].sum(axis=0)[:, DEVICE].tolist()
+            found.append(int(made - freed))
+        return found[0], found[1]
 
     def number(self, at: int) -> int | None:
         """Microbatch of an instruction; None before and behind the loop."""

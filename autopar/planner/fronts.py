@@ -188,12 +188,13 @@ def _point(
     )
     update = update_of(stage.together, request.optimizer, away=away)
     held = fewer.parameters_bytes + fewer.optimizer_bytes + fewer.buffers_bytes
-    saved, live = fewer.saved_bytes, 1
+    saved, live, late = fewer.saved_bytes, 1, 0
     if several:
         saved, live = max(0, more.total_bytes - fewer.total_bytes), ROWS[0][0]
         row = _row(chunk.number, 1, 2, splits_backward=splits_backward)
         # What is made of the batch alone is there once, however many units read it.
-        held += stage.through_loop(row, len(row) // 2 - 1, analysis.data)
+        before, late = stage.between(row, len(row) // 2 - 1, analysis.data)
+        held += before
     else:
         held += update.gradient_bytes
     outside = (Section.PROLOGUE, Section.EPILOGUE)
@@ -204,8 +205,9 @@ def _point(
         reduce_s=sum(chunk.sections[section].seconds for section in outside)
         + update.seconds(stage.cost.device),
         resident_bytes=held,
+        late_bytes=max(0, late),
         saved_bytes=saved,
-        transient_bytes=max(0, fewer.total_bytes - held - live * saved),
+        transient_bytes=max(0, fewer.total_bytes - held - late - live * saved),
     )
 
 

@@ -80,8 +80,10 @@ class LoweredStage:
             self.loops.append(Loop(self.together, row))
         return self.loops[0]
 
-    def through_loop(self, row: Row, at: int, without: Container[str] = ()) -> int:
+    def between(self, row: Row, at: int, without: Container[str] = ()) -> tuple[int, int]:
         """Bytes that its ranks hold behind a turn of a row that leaves no microbatch begun.
+
+        What was made before the loop, and what the microbatches add up.
 
         Beside what enters the program, what they receive for the next turn, and what some nodes
         make.
@@ -92,7 +94,8 @@ class LoweredStage:
             if message.section is row[at + 1].section
             for part in message.parts
         )
-        return self._loop(row).behind(row, at, without) - arriving
+        before, within = self._loop(row).behind(row, at, without)
+        return before, within - arriving
 
     def peak(self, row: Row) -> Simulation:
         """The bytes of its ranks in a row, whose turns have the numbers of `chunks`."""

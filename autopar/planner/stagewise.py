@@ -32,7 +32,7 @@ from autopar.planner.units import Units, units_of
 from autopar.schedules.table import schedule_named
 from autopar.search.analysis import Analysis
 from autopar.search.build import Built
-from autopar.search.chunked import live_by_chunk
+from autopar.search.chunked import fullest
 from autopar.search.decode import decode
 from autopar.search.inter import solve_inter
 from autopar.search.interproblem import Choice, Family, InterProblem, Link, Place, Setting
@@ -198,13 +198,16 @@ class _Stagewise:
         rows = schedule_named(self.layout.schedule).generate(
             self.layout.num_stages, self.layout.num_chunks, self.microbatches
         )
+        loads = [fullest(row, choice.setting) for row in rows]
         taken, most, held = self._taken(choice), [0.0] * len(rows), [0.0] * len(rows)
         for chunk, (piece, lane) in enumerate(zip(choice.pieces, choice.lanes, strict=True)):
-            live = live_by_chunk(rows[lane])[chunk]
+            load = loads[lane][chunk]
+            if choice.chunks == 1 and choice.schedule != "zb-v":
+                load = replace(load, begun=True)
             ways = self.ways[self.search.searches[lane]]
             for unit in range(piece.first, piece.end):
                 point = ways[taken[unit]].points[self.units.kinds[unit]]
-                held[lane] += point.resident_bytes + live * point.saved_bytes
+                held[lane] += load.bytes_of(point)
                 most[lane] = max(most[lane], point.transient_bytes)
         return [a + b for a, b in zip(held, most, strict=True)]
 

@@ -3,13 +3,13 @@
 The model is cut where pieces take equally long, and where they have equally many blocks; every
 stage then takes the points that make its seconds least within its memory, and the schedule is
 simulated. The memory of a stage counts, of each of its pieces, the microbatches that it holds when
-it holds most of all of them.
+it holds most of all of them, and what these add up if it has begun.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -24,17 +24,41 @@ from autopar.search.segments import Segments, costs_of
 from autopar.search.stages import balanced_cuts
 
 
-def live_by_chunk(row: Row) -> dict[int, int]:
-    """Of every chunk of a lane, microbatches between forward and last backward, when most are."""
-    live = {action.chunk: 0 for action in row}
-    most = dict(live)
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a lane holds of a chunk.
+
+    Attributes:
+        live: Microbatches between their forward and their last backward.
+        begun: Whether any has had its backward.
+    """
+
+    live: int = 0
+    begun: bool = False
+
+    def bytes_of(self, point: Point) -> float:
+        """What it holds of a block of the chunk, without what is transient."""
+        return point.resident_bytes + self.begun * point.late_bytes + self.live * point.saved_bytes
+
+
+def fullest(row: Row, setting: Setting) -> dict[int, Load]:
+    """What a lane holds of its chunks when it holds most, of points as they are on average."""
+    points = [p for front in setting.fronts for own in front for p in own]
+    count = max(len(points), 1)
+    saved = sum(point.saved_bytes for point in points) / count or 1.0
+    late = sum(point.late_bytes for point in points) / count
+    now = {action.chunk: Load() for action in row}
+    most, found = -1.0, now
     for action in row:
+        own = now[action.chunk]
         if action.kind is Kind.FORWARD:
-            live[action.chunk] += 1
-            most = dict(live) if sum(live.values()) > sum(most.values()) else most
+            now = {**now, action.chunk: replace(own, live=own.live + 1)}
         elif action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT):
-            live[action.chunk] -= 1
-    return most
+            now = {**now, action.chunk: Load(own.live - 1, begun=True)}
+        held = sum(saved * load.live + late * load.begun for load in now.values())
+        if held > most:
+            most, found = held, now
+    return found
 
 
 def simulated_s(choice: Choice, sends_s: Sequence[float]) -> float:
@@ -82,12 +106,12 @@ class Chunked:
         """The best choice below `cap_s`, and a bound of all that is looked at."""
         spec = schedule_named(self.schedule)
         rows = spec.generate(self.num_stages, self.chunks, self.setting.microbatches)
-        live = [live_by_chunk(row) for row in rows]
+        loads = [fullest(row, self.setting) for row in rows]
         best: Choice | None = None
         bound_s = float("inf")
         for cuts in self._cuts():
             most_s = min(cap_s, np.inf if best is None else best.step_s)
-            pieces, least_s = self._points(cuts, live, most_s)
+            pieces, least_s = self._points(cuts, loads, most_s)
             bound_s = min(bound_s, least_s)
             if least_s >= most_s:
                 continue
@@ -119,7 +143,7 @@ class Chunked:
         return list(dict.fromkeys(found))
 
     def _points(
-        self, cuts: Sequence[int], live: Sequence[Mapping[int, int]], most_s: float
+        self, cuts: Sequence[int], loads: Sequence[Mapping[int, Load]], most_s: float
     ) -> tuple[tuple[Piece, ...], float]:
         """The pieces with the points of least seconds, and a bound: infinite if they do not fit.
 
@@ -132,7 +156,7 @@ class Chunked:
         least_s = 0.0
         for lane, place in enumerate(self.places):
             own = [c for c in range(len(borders)) if lane_of(c, self.num_stages) == lane]
-            taken, work_s = self._lane(place, {c: borders[c] for c in own}, live[lane])
+            taken, work_s = self._lane(place, {c: borders[c] for c in own}, loads[lane])
             least_s = max(least_s, reach_s[lane] + self.setting.microbatches * work_s)
             if least_s >= most_s:
                 return (), least_s
@@ -154,14 +178,14 @@ class Chunked:
         return [0.0, *(float(seconds[cut]) for cut in cuts)]
 
     def _lane(
-        self, place: Place, borders: Mapping[int, tuple[int, int]], live: Mapping[int, int]
+        self, place: Place, borders: Mapping[int, tuple[int, int]], loads: Mapping[int, Load]
     ) -> tuple[Mapping[int, Mapping[int, tuple[int, ...]]], float]:
         """Points of the classes of every piece of a stage, and their least seconds together.
 
         Infinite if they do not fit.
         """
         names = tuple(
-            (place_of, own, number, live[chunk])
+            (place_of, own, number, loads[chunk])
             for place_of, (chunk, (first, end)) in enumerate(borders.items())
             for own, number in self.memo.counts(first, end)
         )
@@ -176,15 +200,15 @@ class Chunked:
         return found, work_s
 
     def _taken(
-        self, place: Place, names: Sequence[tuple[int, int, int, int]]
+        self, place: Place, names: Sequence[tuple[int, int, int, Load]]
     ) -> tuple[tuple[tuple[int, ...], ...], float]:
         """How many blocks of each group take every point, and the seconds of all.
 
-        Groups are (piece, class, blocks, microbatches that are held).
+        Groups are (piece, class, blocks, what is held of them).
         """
         fronts = {
-            name: _held(self.setting.fronts[own][place.kind], live)
-            for name, (_, own, _, live) in enumerate(names)
+            name: _held(self.setting.fronts[own][place.kind], load)
+            for name, (_, own, _, load) in enumerate(names)
         }
         segments = Segments(
             fronts, 0.0, place.memory_bytes, lambda costs: costs[:, :2].sum(axis=1, keepdims=True)
@@ -196,9 +220,8 @@ class Chunked:
         return tuple(row for _, row in taken), float(costs[:2].sum())
 
 
-def _held(points: Sequence[Point], live: int) -> tuple[Point, ...]:
-    """Points whose saved bytes are counted for so many microbatches, as resident ones."""
+def _held(points: Sequence[Point], load: Load) -> tuple[Point, ...]:
+    """Points of which what is held is resident."""
     return tuple(
-        replace(p, resident_bytes=p.resident_bytes + live * p.saved_bytes, saved_bytes=0.0)
-        for p in points
+        replace(p, resident_bytes=load.bytes_of(p), late_bytes=0.0, saved_bytes=0.0) for p in points
     )

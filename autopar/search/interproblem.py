@@ -29,6 +29,7 @@ class Point:
         weight_s: The part of the backward that makes gradients of parameters alone.
         reduce_s: Seconds a step of reducing gradients and of what else follows the last backward.
         resident_bytes: Held through the step.
+        late_bytes: Held from its first backward on, beside that.
         saved_bytes: Held of every microbatch between its forward and its backward.
         transient_bytes: Held while the block itself runs; of a stage's blocks the largest counts.
     """
@@ -38,6 +39,7 @@ class Point:
     weight_s: float = 0.0
     reduce_s: float = 0.0
     resident_bytes: float = 0.0
+    late_bytes: float = 0.0
     saved_bytes: float = 0.0
     transient_bytes: float = 0.0
 

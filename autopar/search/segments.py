@@ -62,7 +62,9 @@ class Segments:
         self.kept: dict[int, list[int]] = {}
         self._options: dict[int, Options] = {}
         for own, points in fronts.items():
-            sizes = np.array([p.resident_bytes + live * p.saved_bytes for p in points])
+            sizes = np.array(
+                [p.resident_bytes + p.late_bytes + live * p.saved_bytes for p in points]
+            )
             peaks = np.array([p.transient_bytes for p in points])
             costs = measures(self.costs[own])
             chosen = sorted(frontier(np.column_stack((costs, sizes, peaks))).tolist())
