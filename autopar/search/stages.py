@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -250,7 +251,8 @@ def split_lanes(
     return _Splitter(analysis, wholes, cuts, lanes).run()
 
 
-def homes(analysis: Analysis, cuts: Sequence[int]) -> dict[str, int]:
+@lru_cache(maxsize=8)
+def homes(analysis: Analysis, cuts: tuple[int, ...]) -> Mapping[str, int]:
     """Stage of every node that a cut divides, and of the backward.
 
     Forward nodes on parameters alone run where their first reader runs.
@@ -318,6 +320,15 @@ _Read = tuple[Ref, Sharding]
 """What a node reads, maybe through views, and in which sharding."""
 
 
+def _holders(members: Sequence[Collection[str]]) -> dict[str, set[int]]:
+    """Stages that run every node."""
+    found: dict[str, set[int]] = {}
+    for stage, own in enumerate(members):
+        for name in own:
+            found.setdefault(name, set()).add(stage)
+    return found
+
+
 class _Splitter:
     """Working state of `split_lanes`."""
 
@@ -335,7 +346,7 @@ class _Splitter:
         self.plans = [plans[lane] for lane in lanes]
         self.lanes = lanes
         self.num_stages = len(cuts) + 1
-        self.home = homes(analysis, cuts)
+        self.home = homes(analysis, tuple(cuts))
 
     def run(self) -> Pipeline:
         owners = self._owners()
@@ -387,13 +398,14 @@ class _Splitter:
             results.append(self.graph.loss)
         for result in results:
             self._place_result(members, result, self.num_stages - 1)
+        holders = _holders(members)
         for node in reversed(self.graph.nodes):
-            for own in members:
-                if node.name in own:
-                    for ref in node.operands:
-                        root = self.analysis.root(ref).root.node
-                        if root in self.plans[0] and root not in self.home:
-                            own.add(root)
+            for stage in sorted(holders.get(node.name, ())):
+                for ref in node.operands:
+                    root = self.analysis.root(ref).root.node
+                    if root in self.plans[0] and root not in self.home:
+                        members[stage].add(root)
+                        holders.setdefault(root, set()).add(stage)
         return members
 
     def _place_result(self, members: list[set[str]], ref: Ref, stage: int) -> None:
@@ -426,12 +438,12 @@ class _Splitter:
         def add(ref: Ref, stage: int, sharding: Sharding) -> None:
             found.setdefault((self.analysis.root(ref).root, stage), []).append((ref, sharding))
 
+        holders = _holders(members)
         for node in self.graph.nodes:
-            for stage, own in enumerate(members):
-                if node.name in own:
-                    operands = self.plans[stage][node.name].operands
-                    for ref, sharding in zip(node.operands, operands, strict=True):
-                        add(ref, stage, sharding)
+            for stage in sorted(holders.get(node.name, ())):
+                operands = self.plans[stage][node.name].operands
+                for ref, sharding in zip(node.operands, operands, strict=True):
+                    add(ref, stage, sharding)
         for name, ref in self.graph.gradients.items():
             add(ref, owners[name], self._stored(name, owners[name]))
         return found
