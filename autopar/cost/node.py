@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from autopar.cost.kernel import KernelSeconds, is_causal, kernel_seconds
-from autopar.cost.reshard import CollectiveSeconds, repeats
+from autopar.cost.reshard import CollectiveSeconds, Step, copied_elements, repeats, step_s
 from autopar.ir.graph import DTYPE_BYTES, Node, TensorType
 from autopar.ir.sharding import Mesh, Sharding, Split, local_shape, max_local_elements
 from autopar.rules.notation import Rule
@@ -110,6 +110,16 @@ class NodeCost:
         kernel_s = self.kernel_s(node.op, reads, writes, causal, own)
         times = repeats(self.mesh, *operands, *outputs)
         return (kernel_s + self._synced_s(rule, operands, outputs)) * times
+
+    def step_s(self, kind: TensorType, step: Step) -> float:
+        """Seconds of a change of sharding in all microbatches, and of the copies beside it."""
+        seconds = step_s(kind, step, self.mesh, self.collective_s)
+        copied = copied_elements(kind, step) if step.axis != self.mesh.time_axis else 0
+        if not copied:
+            return seconds
+        moved = (TensorType((copied,), kind.dtype),)
+        copied_s = self.kernel_s("aten.clone.default", moved, moved, False, 0)
+        return seconds + copied_s * repeats(self.mesh, step.before)
 
     def _synced_s(
         self, rule: Rule, operands: Sequence[Sharding], outputs: Sequence[Sharding]

@@ -99,6 +99,39 @@ def step_bytes(kind: TensorType, step: Step) -> int:
     return max_local_elements(kind.shape, full) * DTYPE_BYTES[kind.dtype]
 
 
+def copied_elements(kind: TensorType, step: Step) -> int:
+    """Elements that a rank copies in a step, beside its collective.
+
+    A collective joins or divides what lies one rank's piece behind another's. Where a split is of
+    an inner dim, pieces are brought into that order before it, or out of it behind it; a slice of
+    an inner dim is a copy too.
+    """
+    if step.kind == SLICE:
+        inner = _is_inner(kind.shape, step.after, step.axis)
+        return max_local_elements(kind.shape, step.after) if inner else 0
+    laid_out = {
+        ALL_GATHER: (step.before,),
+        REDUCE_SCATTER: (step.after,),
+        ALL_TO_ALL: (step.before, step.after),
+    }.get(step.kind, ())
+    often = sum(_is_inner(kind.shape, sharding, step.axis) for sharding in laid_out)
+    return often * step_bytes(kind, step) // DTYPE_BYTES[kind.dtype]
+
+
+@lru_cache(maxsize=1 << 18)
+def _is_inner(shape: tuple[int, ...], sharding: Sharding, axis: int) -> bool:
+    """Whether a rank holds more than one run of what an axis splits."""
+    split = sharding[axis]
+    assert isinstance(split, Split)
+    for dim, size in enumerate(shape[: split.dim + 1]):
+        for atom in dim_atoms(size, dim_splits(sharding, dim)) or ():
+            if atom.axis == axis:
+                return False
+            if atom.most > 1:
+                return True
+    return False
+
+
 def replaced(sharding: Sharding, axis: int, new: AxisSharding) -> Sharding:
     """The sharding with one axis changed."""
     return (*sharding[:axis], new, *sharding[axis + 1 :])

@@ -169,6 +169,9 @@ def shared_s(seconds: Sequence[float]) -> float:
 JOINT = 600
 """Strategies up to which recompute and sharding are solved over all of them at once."""
 
+FEWER = 0.6
+"""Part of what was reckoned to hide that is next, once, where as much did and more was copied."""
+
 LEFT = 0.15
 """Part of what is kept that is reckoned to stay where the rest is recomputed."""
 
@@ -200,6 +203,7 @@ class MeshSearch:
         self.allowed = float(limit_of(cost.device))
         self.host_limit = self.host_allowed = float(cost.device.host_memory_bytes)
         self.hides = 1.0
+        self.fewer = FEWER
         self.reserved = 0.0
         self.joint: Built | None = None
         self.last: tuple[tuple[object, ...], tuple[Built, Solution]] | None = None
@@ -228,7 +232,12 @@ class MeshSearch:
         exposed = found.copy_exposed_s >= LESS * candidate.step_s
         if self.hides == 0 or (self.hides == 1 and not exposed):
             return False
-        self.hides = hides if exposed and hides < (1 - WORTH) * self.hides else 0.0
+        if not exposed:
+            self.hides = 0.0
+        elif hides < (1 - WORTH) * self.hides:
+            self.hides = hides
+        else:
+            self.hides, self.fewer = self.fewer * self.hides, 0.0
         self.reserved = 0.0
         return True
 

@@ -14,7 +14,6 @@ from autopar.cost.reshard import (
     Step,
     replaced,
     step_kind,
-    step_s,
 )
 from autopar.errors import HintError, UnsupportedError
 from autopar.ir.alias import Alias, through
@@ -609,7 +608,7 @@ class _Builder:
                     if axis == self.mesh.time_axis and what != in_time:
                         continue
                     step = Step(what, axis, before, after)
-                    seconds = step_s(kind, step, self.mesh, self.cost.collective_s)
+                    seconds = self.cost.step_s(kind, step)
                     if seconds == float("inf"):
                         continue
                     added_up = axis == self.mesh.time_axis and what == ALL_REDUCE

@@ -63,7 +63,7 @@ def within(analysis: Analysis, cluster: Cluster, part: float, *hints: Hint) -> P
 
 
 @pytest.mark.parametrize(
-    ("ranks", "link", "has_room"), [(1, 3e8, False), (2, 1e9, True), (1, 2e10, False)]
+    ("ranks", "link", "has_room"), [(1, 1e8, False), (2, 1e9, True), (1, 2e10, False)]
 )
 def test_predicted_bytes_are_counted_and_nothing_changes_to_the_bit(
     captured: tuple[Analysis, Any], ranks: int, link: float, has_room: bool
@@ -122,7 +122,7 @@ def test_more_memory_is_never_slower_and_both_together_never_slower_than_one(
         recomputing.append(within(analysis, Cluster.local(1), part).prediction.step_s)
     assert all(more <= less * (1 + 1e-9) for less, more in pairwise(times))
     assert all(both <= one * (1 + 1e-9) for both, one in zip(times, recomputing, strict=True))
-    assert times[0] < recomputing[0] or link == LINKS[0]
+    assert times[0] < recomputing[0]
 
 
 @pytest.mark.parametrize("link", [3e8, 2e9])
