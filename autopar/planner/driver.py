@@ -30,9 +30,10 @@ from autopar.planner.failures import keep_conflict, nothing_fits
 from autopar.planner.hints import Settled, check_optimizer, settle
 from autopar.planner.lanes import Lanes, prepare
 from autopar.planner.layout import Layout
-from autopar.planner.parts import least_step_s, parts
+from autopar.planner.parts import Part, least_step_s, parts
 from autopar.planner.pipelines import CHEAP, Pipelines, layouts
-from autopar.planner.prove import SPARSE, prove, prove_sparse
+from autopar.planner.prove import prove, prove_harder
+from autopar.planner.refine import refined
 from autopar.planner.request import Candidate, Failure, Request
 from autopar.planner.stagewise import stagewise
 from autopar.search.analysis import Analysis
@@ -46,7 +47,6 @@ from autopar.search.outer import (
     stage_meshes,
     with_shares,
 )
-from autopar.search.recompute import recompute_of
 
 
 @no_collection()
@@ -76,16 +76,18 @@ def make_plan(analysis: Analysis, request: Request) -> Plan:
         outers[part] = _Outer(analysis, part.asked(request, time_limit_s=left_s), settled)
         outers[part].run_if_allowed()
     if not any(own.found for own in outers.values()):
-        outer.run_sparse()
-    found = [part.moved(c) for part, own in outers.items() for c in own.found]
+        outer.run_harder()
+    found = [(part, c) for part, own in outers.items() for c in own.found]
     if not found:
         conflict = keep_conflict(analysis, outer.request, settled, outer.failures)
         raise conflict or nothing_fits(analysis, settled, outer.failures, first.cluster)
+    part, best = _fewest(found)
+    best = refined(analysis, outers[part].request, best, settled.usable_bytes)
     return assemble(
         analysis,
         request,
-        _fewest(found),
-        found,
+        part.moved(best),
+        [candidate for _, candidate in found],
         tried=[
             (f"{part.name}{mesh}", seconds)
             for part, own in outers.items()
@@ -100,11 +102,11 @@ SAME = 1e-3
 """Relative difference of seconds up to which steps are as fast."""
 
 
-def _fewest(found: Sequence[Candidate]) -> Candidate:
-    """The fastest candidate; of those as fast, the one on fewest ranks."""
-    best_s = min(c.step_s for c in found)
-    same = [c for c in found if c.step_s <= (1 + SAME) * best_s]
-    return min(same, key=lambda c: (c.num_ranks, c.step_s))
+def _fewest(found: Sequence[tuple[Part, Candidate]]) -> tuple[Part, Candidate]:
+    """The fastest candidate and its part; of those as fast, the one on fewest ranks."""
+    best_s = min(c.step_s for _, c in found)
+    same = [(part, c) for part, c in found if c.step_s <= (1 + SAME) * best_s]
+    return min(same, key=lambda own: (own[1].num_ranks, own[1].step_s))
 
 
 class _Outer:
@@ -116,7 +118,7 @@ class _Outer:
         failures: What does not.
         ideal_s: Least seconds of a step without a pipeline if nothing moved, over meshes tried.
         cut_short: Whether the clock ended the search.
-        sparse: Whether not every copy of a block keeps what it hands to the next.
+        harder: Whether nothing fits at first, so that local moves and sparse checkpoints are tried.
     """
 
     def __init__(self, analysis: Analysis, request: Request, settled: Settled) -> None:
@@ -129,20 +131,19 @@ class _Outer:
         self.failures: list[Failure] = []
         self.ideal_s = math.inf
         self.cut_short = False
-        self.sparse = False
+        self.harder = False
 
     @property
     def seconds(self) -> float:
         return time.perf_counter() - self.start
 
-    def run_sparse(self) -> None:
-        """Try it all again with sparser checkpoints, if there are blocks: nothing fits without.
+    def run_harder(self) -> None:
+        """Try it all again, as far as local moves and sparser checkpoints go: nothing fits without.
 
         What fails once more is not said again.
         """
-        may = recompute_of(self.analysis, in_loop=False, allowed=True, every=SPARSE[0])
-        if any(may.handed_on.values()) and self.left_s > 1:
-            failures, self.sparse = list(self.failures), True
+        if self.left_s > 1:
+            failures, self.harder = list(self.failures), True
             self.run()
             self.failures = failures
 
@@ -275,8 +276,8 @@ class _Outer:
         return self.finish(search, beat_s)
 
     def finish(self, search: Lanes, beat_s: float = math.inf) -> Candidate | None:
-        if self.sparse:
-            outcome = prove_sparse(self.analysis, self.request, search, self.left_s)
+        if self.harder:
+            outcome = prove_harder(self.analysis, self.request, search, self.left_s)
         else:
             outcome = self._proven(search, beat_s)
         if isinstance(outcome, Candidate):

@@ -42,14 +42,27 @@ def evaluate(
     solution: Solution,
     limit_of: Callable[[Device], int] = lambda device: device.memory_bytes,
 ) -> Candidate:
-    """Lower a solution for every distinct rank, and simulate what they run.
+    """Lower a solution for every distinct rank, and simulate what they run."""
+    stage = decode(built, analysis, solution)
+    return evaluate_stage(analysis, request, cost, built, solution, stage, limit_of)
+
+
+def evaluate_stage(
+    analysis: Analysis,
+    request: Request,
+    cost: NodeCost,
+    built: Built,
+    solution: Solution,
+    stage: StagePlan,
+    limit_of: Callable[[Device], int],
+) -> Candidate:
+    """The same of a stage that was made of a solution.
 
     The step is that of the slowest rank; the memory that of the rank that holds most of what its
     device lets it hold. Where copies on their way hold too much, or nothing hides them, they get
     the room that memory leaves, if what they take then fits and is faster.
     """
     own = _Solved(analysis, request, cost, built, solution, limit_of)
-    stage = decode(built, analysis, solution)
     ranks, taken = _every_rank(own, stage)
     found = own.candidate(stage, taken)
     over = found.memory.total_bytes > found.limit_bytes

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from autopar.planner.evaluate import evaluate, evaluate_stages
 from autopar.planner.lanes import LESS, WORTH, Lanes, MeshSearch, shared_s
+from autopar.planner.refine import refined
 from autopar.planner.request import Candidate, Failure, Request
 from autopar.search.analysis import Analysis
 from autopar.search.build import Built
@@ -26,6 +27,13 @@ SPARSE = (2, 3, 4, 6, 8, 12, 16)
 
 LOOSE = 0.1
 """Of the memory, what is allowed by sums beyond it where only a part of a class would fit."""
+
+FROM = (1.0, 1.01, 1.05, 1.2)
+"""Parts of the least memory by its sums within which a plan is sought that local moves start from.
+"""
+
+REACH = 2.0
+"""Parts of the memory that a plan may need, at most, for local moves to be tried."""
 
 
 def prove(
@@ -63,23 +71,47 @@ def _can_gain(
     return best.simulation.copy_exposed_s - longer_s > least_s
 
 
-def prove_sparse(
+def prove_harder(
     analysis: Analysis, request: Request, search: Lanes, time_limit_s: float
 ) -> Candidate | Failure:
-    """The same with sparser checkpoints: the fastest, as long as one more is no slower."""
-    found: Candidate | Failure | None = None
+    """What local moves make fit; the same with sparser checkpoints, as long as it is no slower."""
+    kind = search.kinds[0]
+    found: Candidate | Failure | None = squeezed(analysis, request, search, time_limit_s)
     for copies in SPARSE:
         if not all(tuple(kind.keeps_every(copies) for kind in search.kinds)):
             break
-        outcome = prove(analysis, request, search, time_limit_s, math.inf)
-        slower = isinstance(found, Candidate) and (
-            isinstance(outcome, Failure) or outcome.step_s >= found.step_s
+        outcome: Candidate | Failure | None = prove(
+            analysis, request, search, time_limit_s, math.inf
         )
-        if slower:
+        if isinstance(outcome, Failure):
+            outcome = squeezed(analysis, request, search, time_limit_s) or outcome
+        best_s = found.step_s if isinstance(found, Candidate) else math.inf
+        if best_s < math.inf and not (isinstance(outcome, Candidate) and outcome.step_s < best_s):
             break
         found = outcome
-    kind = search.kinds[0]
     return found or Failure(kind.plain.mesh, False, math.inf)
+
+
+def squeezed(
+    analysis: Analysis, request: Request, search: Lanes, time_limit_s: float
+) -> Candidate | None:
+    """A plan of one stage that fits after local moves, from one that needs little by its sums."""
+    if len(search.searches) > 1:
+        return None
+    (kind,) = search.kinds
+    problem = kind.within(kind.allowed, time_limit_s)[0].problem
+    least = least_bytes(problem, time_limit_s=time_limit_s).num_bytes
+    if least > REACH * kind.allowed:
+        return None
+    for part in FROM:
+        built, solution = kind.within(max(kind.allowed, part * least), time_limit_s)
+        if solution.choice:
+            start = evaluate(analysis, request, kind.cost, built, solution, kind.limit_of)
+            found = refined(analysis, request, start, kind.limit_of)
+            fits = found.memory.total_bytes <= found.limit_bytes
+            fits = fits and kind.fits_host(found.host_bytes)
+            return replace(found, limited=True) if fits else None
+    return None
 
 
 def _tightened(

@@ -1,19 +1,22 @@
 """What a GPT recomputes, against the optimum: ``python -m tests.benchmarks.checkmate``.
 
 A GPT-2 of 32 layers of width 1024 on one H100 without host memory, in parts of the activations it
-holds where nothing runs again. Ours is what the planner chooses with all layers in one class,
-lowered and within the limit to the byte: seconds of what runs again, and processor seconds of
-solving, lowering and simulating. The optimum is Checkmate's, with each value kept or made again
-once: the same memory sums with a binary of its own for every op of every layer, as long as the
-solver is given. Where the time is up, its best solution and its proven bound. All *simulated*.
-Parts as arguments are the budgets; ``--seconds`` what the solver is given each.
+holds where nothing runs again. Ours is what the planner chooses with all layers in one class, after
+local moves, lowered and within the limit to the byte: seconds of what runs again, and processor
+seconds of solving, lowering and simulating. The optimum is Checkmate's, with each value kept or
+made again once: the same memory sums with a binary of its own for every op of every layer, as long
+as the solver is given. Where what it finds holds more than it may once it is lowered, memory is
+counted there too, and it is solved again: places that no sum looks at would make it seem better
+than any program is. Said are its best solution, and the bound that the solver proves; the ratios
+are those of the whole step and of what runs again alone, to the bound. All *simulated*. Parts as
+arguments are the budgets; ``--seconds`` what the solver is given each time.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,17 +25,22 @@ from rich.table import Table
 
 from autopar.capture import capture_step
 from autopar.cost.node import NodeCost
+from autopar.planner.evaluate import evaluate
+from autopar.planner.request import Request
 from autopar.search.analysis import Analysis, analyse
-from autopar.search.build import Built, StateBytes, build_problem, with_reruns
+from autopar.search.build import Built, StateBytes, build_problem, with_moment, with_reruns
 from autopar.search.intra import solve
-from autopar.search.problem import Solution
 from autopar.search.restrict import Restrictions
 from cost_models.cluster import Cluster, Devices
 from tests.oracles.models import output_loss
 from tests.oracles.recomputes import ONE, OneRank
 
 PARTS = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.35, 0.3, 0.25)
-GAP = 1e-4
+GAP = 1e-6
+"""Of the step: a few thousandths of what runs again, where least does."""
+
+PLACES = 8
+"""Places at which memory is counted more, at most, one after the other."""
 
 
 def gpt(layers: int = 32) -> Any:
@@ -72,9 +80,42 @@ def single(graph: Any, rank: OneRank) -> Built:
     return with_reruns(build_problem(analysis, ONE, cost, states, Restrictions()))
 
 
-def optimum(built: Built, limit_bytes: float, time_limit_s: float) -> Solution:
-    problem = replace(built.problem, memory_limit_bytes=limit_bytes)
-    return solve(problem, time_limit_s=time_limit_s, gap=GAP)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optimum:
+    """What the solver found for every op of every layer, and what it took.
+
+    Attributes:
+        best_s: Seconds of the best solution; ``bound_s`` what it proves that none goes below.
+        fits: Whether its program holds no more than it may.
+        seconds: By the clock.
+    """
+
+    best_s: float
+    bound_s: float
+    fits: bool
+    seconds: float
+
+
+def optimum(rank: OneRank, built: Built, limit_bytes: float, time_limit_s: float) -> Optimum:
+    """The best choice for every op by itself, memory counted wherever its programs hold most."""
+    request = Request(model="m", fingerprint="f", cluster=rank.cluster)
+    start, cost = time.perf_counter(), built.cost
+    for _ in range(PLACES):
+        problem = replace(built.problem, memory_limit_bytes=limit_bytes)
+        best = solve(problem, time_limit_s=time_limit_s, gap=GAP)
+        lowered = evaluate(rank.analysis, request, cost, built, best)
+        fits = lowered.memory.total_bytes <= limit_bytes
+        if fits or not lowered.fullest_node:
+            break
+        before, built = built, with_moment(built, lowered.fullest_node)
+        if built is before:
+            break
+    return Optimum(
+        best_s=best.objective_s,
+        bound_s=best.bound_s,
+        fits=fits,
+        seconds=time.perf_counter() - start,
+    )
 
 
 def main() -> None:
@@ -86,27 +127,30 @@ def main() -> None:
     rank = OneRank(analyse(graph), h100())
     unfolded = single(graph, rank)
     plain_s = solve(unfolded.problem).objective_s
-    columns = ("memory", "ours", "peak", "takes", "optimum", "bound", "takes", "ours / optimum")
-    table = Table(*columns, title=f"recompute of a step of {1e3 * rank.plain_s:.1f} ms")
+    columns = ("memory", "ours", "peak", "takes", "optimum", "bound", "fits", "takes")
+    title = f"recompute of a step of {1e3 * rank.plain_s:.1f} ms"
+    table = Table(*columns, "step / bound", "again / bound", title=title)
     for part in asked.parts:
         limit = rank.fixed_bytes + part * rank.peak_bytes
         start = time.process_time()
         plan = rank.planned(limit)
         taken_s = time.process_time() - start
-        best = optimum(unfolded, limit, asked.seconds)
-        best_s, bound_s = best.objective_s - plain_s, best.bound_s - plain_s
+        best = optimum(rank, unfolded, limit, asked.seconds)
+        again_s, bound_s = best.best_s - plain_s, best.bound_s - plain_s
         found = None if plan is None else rank.cost(plan.pipeline.stages[0])
         table.add_row(
             f"{part:.0%}",
             "-" if found is None else f"{1e3 * found.seconds:.2f} ms",
             "-" if found is None else f"{found.peak_bytes / rank.peak_bytes:.1%}",
             f"{taken_s:.1f} s",
-            f"{1e3 * best_s:.2f} ms",
+            f"{1e3 * again_s:.2f} ms",
             f"{1e3 * bound_s:.2f} ms",
+            "yes" if best.fits else "no",
             f"{best.seconds:.0f} s",
-            "-" if found is None else f"{found.seconds / best_s:.3f}",
+            "-" if found is None else f"{(found.seconds + plain_s) / best.bound_s:.4f}",
+            "-" if found is None else f"{found.seconds / bound_s:.3f}",
         )
-    Console(width=110).print(table)
+    Console(width=120).print(table)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from autopar.cost.node import axis_seconds
+from autopar.ir.graph import Phase
 from autopar.ir.sharding import Mesh
 from autopar.lower.overlap import overlap
 from autopar.lower.program import Program
@@ -66,13 +67,20 @@ class OneRank:
         seconds = sum(seconds_of(program, self.prices).values()) - self.plain_s
         return Cost(seconds=seconds, peak_bytes=simulate(program, self.prices).peak_bytes)
 
-    def every_cost(self) -> Iterator[Cost]:
-        """Of every choice of the values that are not kept, all else that they need run again."""
+    def every_cost(self) -> Iterator[tuple[Cost, bool]]:
+        """Of every choice of the values that are not kept, all else that they need run again.
+
+        Each is made again once or for each use; told is whether any is made for each.
+        """
         may = recompute_of(self.analysis, in_loop=False, allowed=True).runs_again
         names = [node.name for node in self.analysis.graph.nodes if may(node.name)]
         crossing = {value.partition(":")[0] for value in self.plain.kept}
         kept = [name for name in names if name in crossing]
-        for choice in itertools.product((False, True), repeat=len(kept)):
-            stay = {name for name, drops in zip(kept, choice, strict=True) if not drops}
+        late = [n.name for n in self.analysis.graph.nodes if n.phase is Phase.BACKWARD]
+        for choice in itertools.product(("kept", "once", "each"), repeat=len(kept)):
+            stay = {name for name, way in zip(kept, choice, strict=True) if way == "kept"}
+            each = tuple(name for name, way in zip(kept, choice, strict=True) if way == "each")
             again = tuple(name for name in names if name not in stay)
-            yield self.cost(replace(self.plain, recomputed=again))
+            forgotten = dict.fromkeys(late, each) if each else {}
+            stage = replace(self.plain, recomputed=again, forgotten=forgotten)
+            yield self.cost(stage), bool(each)

@@ -16,7 +16,8 @@ from autopar.ir.sharding import Mesh
 from autopar.planner.hints import settle
 from autopar.planner.lanes import MeshSearch, prepare
 from autopar.planner.layout import Layout
-from autopar.planner.prove import prove
+from autopar.planner.prove import prove, squeezed
+from autopar.planner.refine import refined
 from autopar.planner.request import Candidate, Request
 from autopar.search.analysis import Analysis
 from autopar.search.build import Built, with_reruns
@@ -74,7 +75,7 @@ def sharded_first(search: MeshSearch) -> MeshSearch:
 def planned_on(
     analysis: Analysis, cluster: Cluster, mesh: Mesh, limit_bytes: float, make: Make = as_it_is
 ) -> Candidate | None:
-    """What is lowered and simulated on one mesh, or None if nothing fits.
+    """What is lowered and simulated on one mesh after local moves, or None if nothing fits.
 
     Args:
         analysis: The step.
@@ -90,4 +91,6 @@ def planned_on(
     lanes = prepare(analysis, request, settled, (mesh,), alone)
     searched = replace(lanes, searches=tuple(make(search) for search in lanes.searches))
     found = prove(analysis, request, searched, 60.0, float("inf"))
-    return found if isinstance(found, Candidate) else None
+    if isinstance(found, Candidate):
+        return refined(analysis, request, found, settled.usable_bytes)
+    return squeezed(analysis, request, searched, 60.0)

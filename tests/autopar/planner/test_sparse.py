@@ -13,6 +13,7 @@ from autopar.planner.lanes import MeshSearch
 from autopar.planner.request import Request
 from autopar.search.analysis import Analysis, analyse
 from cost_models.cluster import Cluster
+from tests.oracles import sequential
 from tests.oracles.live import counted_peaks
 from tests.oracles.models import gpt2
 from tests.oracles.pipeline import assert_exact, programs_of, values_of
@@ -44,12 +45,14 @@ def test_checkpoints_become_sparser_where_nothing_else_fits() -> None:
     resident = free.prediction.memory.parameters_bytes + free.prediction.memory.optimizer_bytes
     made = free.prediction.memory.total_bytes - resident
     dense, sparse = (planned(analysis, resident + int(p * made)) for p in (0.1, 0.068))
-    assert not dense.stage.forgotten
     assert sparse.stage.forgotten
     assert sparse.prediction.memory.total_bytes <= resident + int(0.068 * made)
     assert sparse.prediction.step_s > dense.prediction.step_s
-    kept = [value for value in sparse.stage.kept if value.partition(":")[0] in sums(analysis)]
-    assert 2 * len(kept) <= 24
+    few, all_but_one = (
+        [value for value in plan.stage.kept if value.partition(":")[0] in sums(analysis)]
+        for plan in (sparse, dense)
+    )
+    assert 2 * len(few) <= 24 == len(all_but_one) + 1
 
 
 def sums(analysis: Analysis) -> set[str]:
@@ -64,7 +67,11 @@ def sums(analysis: Analysis) -> set[str]:
 
 
 @pytest.mark.parametrize("copies", [pytest.param(2, marks=pytest.mark.large), 3])
-def test_sparse_checkpoints_are_exact_and_hold_what_is_predicted(copies: int) -> None:
+def test_sparse_checkpoints_are_exact_and_hold_what_is_predicted(
+    copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Local moves would keep more where there is room.
+    monkeypatch.setattr(sequential, "refined", lambda analysis, request, found, limit_of: found)
     built = gpt2(layers=6, batch=8)
     captured = capture_step(*built, grad=True)
     analysis = analyse(captured.graph)
