@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from autopar.cost.node import NodeCost, axis_seconds
 from autopar.cost.reshard import (
     ALL_GATHER,
     ALL_TO_ALL,
@@ -28,6 +29,7 @@ from autopar.ir.sharding import (
 )
 from autopar.lower.builder import Builder
 from autopar.lower.reshard import emit_step
+from cost_models.cluster import Cluster
 
 MESH = Mesh(("a", "b"), (2, 2))
 KIND = TensorType((4, 8, 12), "float32")
@@ -66,3 +68,15 @@ def test_what_a_step_copies_is_what_its_program_copies(kind: str) -> None:
     wanted = [copied(step) for step in found]
     assert [copied_elements(KIND, step) for step in found] == wanted
     assert any(wanted)
+
+
+def test_a_gather_along_an_inner_dim_takes_longer_by_its_copy() -> None:
+    cluster = Cluster.preset("h100", 1)
+    mesh = Mesh(("a",), (8,))
+    cost = NodeCost(cluster.device(0), mesh, axis_seconds(cluster, mesh))
+    kind = TensorType((4096, 4096), "bfloat16")
+    outer_s, inner_s = (
+        cost.step_s(kind, Step(ALL_GATHER, 0, (Split(dim, 1, 512),), (WHOLE,))) for dim in (0, 1)
+    )
+    copy_s = cost.kernel_s("aten.clone.default", (kind,), (kind,), False, 0)
+    assert inner_s == pytest.approx(outer_s + copy_s)

@@ -16,7 +16,7 @@ from autopar.cost.node import axis_seconds
 from autopar.errors import AutoparError, InfeasibleError
 from autopar.hint import Hint
 from autopar.ir.graph import Ref, TensorType
-from autopar.ir.sharding import Mesh
+from autopar.ir.sharding import Mesh, Split
 from autopar.lower.overlap import overlap
 from autopar.lower.program import Program, ProgramInput
 from autopar.lower.simulate import prices
@@ -295,6 +295,30 @@ def test_an_update_in_buckets_holds_four_bytes_a_parameter_and_sixteen_a_bucket(
     ]
     assert totals == [20 * num, 4 * num + 16 * bucket]
     assert totals[0] / totals[1] == pytest.approx(3.98, rel=0.01)
+
+
+def test_an_optimizer_that_may_update_from_the_host_is_never_slower_within_memory(
+    captured: tuple[Analysis, Any],
+) -> None:
+    """Its space has all that the other's has.
+
+    Nothing that is gathered is stored along an inner dim, which would take as many bytes of
+    communication, but copies beside it.
+    """
+    analysis, cluster = captured[0], hosted(2, 1e9)
+    total = planned(analysis, cluster).prediction.memory.total_bytes
+    hints = (hint.microbatches(1), hint.degrees(dp=2, zero=3), hint.memory_limit(int(0.5 * total)))
+    plans = [
+        make_plan(
+            analysis,
+            Request(model="m", fingerprint="f", cluster=cluster, hints=hints, optimizer=optimizer),
+        )
+        for optimizer in (OptimizerSpec(moments=2), IN_BUCKETS)
+    ]
+    one, other = (plan.prediction.step_s for plan in plans)
+    assert other <= one * (1 + 1e-9)
+    stored = {split for plan in plans for p in plan.stage.parameters for split in p.stored}
+    assert all(isinstance(split, Split) and split.dim == 0 for split in stored)
 
 
 @pytest.mark.parametrize("seed", range(10))
