@@ -11,11 +11,12 @@ from autopar.cost.node import NodeCost, axis_seconds, update_bytes_per_s
 from autopar.ir.sharding import WHOLE, Mesh, Sharding
 from autopar.plan.records import StagePlan
 from autopar.planner.hints import Settled
-from autopar.planner.layout import Layout
+from autopar.planner.layout import Layout, most_pending
 from autopar.planner.request import Candidate, Request, Unlimited
 from autopar.search.analysis import Analysis
 from autopar.search.build import (
     Built,
+    Pending,
     StateBytes,
     build_problem,
     describe_mesh,
@@ -87,7 +88,12 @@ def prepare(
         )
         forced = bool(asked)
         search = MeshSearch(
-            unlimited, layout.num_stages, cost, forced=forced, limit_of=settled.usable_bytes
+            unlimited,
+            layout.num_stages,
+            cost,
+            forced=forced,
+            limit_of=settled.usable_bytes,
+            pending=most_pending(layout, mesh.microbatches),
         )
         searches.update(dict.fromkeys(stages, search))
     return Lanes(
@@ -193,6 +199,7 @@ class MeshSearch:
         *,
         forced: bool,
         limit_of: Callable[[Device], int],
+        pending: Pending,
     ) -> None:
         self.unlimited = unlimited
         self.plain = unlimited.built
@@ -200,6 +207,7 @@ class MeshSearch:
         self.cost = cost
         self.forced = forced
         self.limit_of = limit_of
+        self.pending = pending
         self.allowed = float(limit_of(cost.device))
         self.host_limit = self.host_allowed = float(cost.device.host_memory_bytes)
         self.hides = 1.0
@@ -312,7 +320,7 @@ class MeshSearch:
         total = None if limit is None else (limit - self.reserved) * self.num_stages
         if self.joint is None:
             near = self._near(unbound, total, time_limit_s)
-            self.joint = with_reruns(self.plain, near, every=self.every)
+            self.joint = with_reruns(self.plain, near, every=self.every, pending=self.pending)
         link = self.joint.problem.link
         if link is not None:
             # What hints ask for leaves all the same.

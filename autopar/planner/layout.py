@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 from autopar.errors import UnsupportedError
 from autopar.planner.cuts import CutHint
-from autopar.schedules.table import Size, schedule_named
+from autopar.schedules.actions import Kind
+from autopar.schedules.table import Size, rows_of, schedule_named
+from autopar.search.build import Pending
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,3 +51,18 @@ class Layout:
         except UnsupportedError:
             return False
         return True
+
+
+def most_pending(layout: Layout, microbatches: int) -> Pending:
+    """Of how many microbatches weight gradients wait while another one's backward runs, at most.
+
+    A chunk of several counts as its part of a stage.
+    """
+    if not schedule_named(layout.schedule).splits_backward or not layout.fits(microbatches):
+        return Pending()
+    rows = rows_of(layout.schedule, layout.num_stages, layout.num_chunks, microbatches)
+    changes = {Kind.INPUT_GRADIENT: 1, Kind.WEIGHT_GRADIENT: -1}
+    most = [max(accumulate(changes.get(a.kind, 0) for a in row)) for row in rows]
+    return Pending(
+        (max(most) - 1) / layout.num_chunks, (most[layout.lanes[-1]] - 1) / layout.num_chunks
+    )

@@ -16,13 +16,20 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.ir.graph import PARAMETER, SOURCE_OPS, Phase, Ref
+from autopar.ir.graph import PARAMETER, Phase, Ref
 from autopar.planner.cuts import least_starts
 from autopar.planner.layout import Layout
 from autopar.schedules.makespan import ChunkTime, simulate
 from autopar.schedules.table import rows_of
 from autopar.search.analysis import Analysis
-from autopar.search.stages import balanced_cuts, bounded_cuts, forward_order, last_firsts
+from autopar.search.stages import (
+    awaited,
+    balanced_cuts,
+    bounded_cuts,
+    forward_order,
+    last_firsts,
+    places,
+)
 from cost_models.cluster import Cluster
 from cost_models.collectives import collective_s, pair_link
 
@@ -62,31 +69,12 @@ class Course:
     @cached_property
     def place(self) -> Mapping[str, int]:
         """Position of every forward node, and of the backward nodes of its module and line."""
-        by_name = self.analysis.graph.by_name
-        found = {name: position for position, name in enumerate(self.order)}
-        by_source = {by_name[name].source: position for name, position in found.items()}
-        for node in self.analysis.graph.nodes:
-            at = by_source.get(node.source)
-            if at is not None and node.op not in SOURCE_OPS:
-                found.setdefault(node.name, at)
-        return found
+        return places(self.analysis)
 
     @cached_property
     def awaited(self) -> frozenset[str]:
         """Backward nodes that the backward of an earlier op reads, through any others."""
-        found: set[str] = set()
-        reached: dict[str, int] = {}
-        for node in reversed(self.analysis.graph.nodes):
-            if node.phase is not Phase.BACKWARD or node.op in SOURCE_OPS:
-                continue
-            own = self.place.get(node.name, len(self.order))
-            first = reached.get(node.name, own)
-            if first < own:
-                found.add(node.name)
-            for ref in node.operands:
-                made = self.analysis.root(ref).root.node
-                reached[made] = min(reached.get(made, first), first, own)
-        return frozenset(found)
+        return awaited(self.analysis)
 
     @cached_property
     def first_reads(self) -> Mapping[str, int]:

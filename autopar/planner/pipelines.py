@@ -124,6 +124,14 @@ def siblings(settled: Settled, layout: Layout) -> tuple[Layout, ...]:
     return tuple(replace(layout, schedule=name) for name in names)
 
 
+_Key = tuple[tuple[Mesh, ...], int, bool]
+
+
+def _key(way: Way) -> _Key:
+    """Ways of which the problem is one: between the parts of a split backward more is held."""
+    return way.spaces, way.count, schedule_named(way.layout.schedule).splits_backward
+
+
 class Trials(Protocol):
     """What has been tried, and how to try more."""
 
@@ -181,8 +189,8 @@ class Pipelines:
         self.samples = samples_of(analysis.graph)
         self.cheap = CHEAP // len(analysis.graph.nodes)
         self.growth = 2 if self.cheap > PIPELINES else 1
-        self._prepared: dict[tuple[tuple[Mesh, ...], int], Lanes | None] = {}
-        self._within: dict[tuple[tuple[Mesh, ...], int], float] = {}
+        self._prepared: dict[_Key, Lanes | None] = {}
+        self._within: dict[_Key, float] = {}
         self._timed: set[Way] = set()
         self._outlined: dict[tuple[Way, float], float] = {}
         self._layouts: dict[int, tuple[Layout, ...]] = {}
@@ -287,25 +295,15 @@ class Pipelines:
 
     def _is_vague(self, way: Way) -> bool:
         """Whether its meshes have not been looked at."""
-        return (way.spaces, way.count) not in self._prepared
+        return _key(way) not in self._prepared
 
     def _can_be(self, way: Way) -> bool:
-        """Whether the problem of its meshes exists and has room, as far as is known.
-
-        Between the parts of a split backward more is held than the problem knows of, so that there
-        is none where memory binds, but where a hint asks for it.
-        """
-        if self._is_vague(way):
-            return True
-        prepared = self._prepared[way.spaces, way.count]
-        if prepared is None:
-            return False
-        splits = schedule_named(way.layout.schedule).splits_backward
-        return self.settled.schedule_is_hinted or not (splits and prepared.is_bound)
+        """Whether the problem of its meshes exists, as far as is known."""
+        return self._is_vague(way) or self._prepared[_key(way)] is not None
 
     def _sharpen(self, way: Way) -> bool:
         """Make the estimate of a way sharper; False if it is as sharp as it gets."""
-        key = way.spaces, way.count
+        key = _key(way)
         if way not in self._timed:
             self._timed.add(way)
         elif key not in self._prepared:
@@ -318,12 +316,12 @@ class Pipelines:
 
     def _is_bound(self, way: Way) -> bool:
         """Whether memory binds on its meshes."""
-        prepared = self._prepared.get((way.spaces, way.count))
+        prepared = self._prepared.get(_key(way))
         return prepared is not None and prepared.is_bound
 
     def _solve_within(self, way: Way) -> float:
         """Seconds that a stage works within memory; of the relaxation if that does not say."""
-        prepared = self._prepared[way.spaces, way.count]
+        prepared = self._prepared[_key(way)]
         assert prepared is not None, way
         left_s = self.trials.left_s
         within_s = shared_s([kind.modelled_s(left_s) for kind in prepared.searches])
@@ -331,10 +329,9 @@ class Pipelines:
 
     def _prepare(self, way: Way) -> Lanes | None:
         """The relaxed problem of a way's meshes, if they can run in microbatches."""
-        (layout, *_) = self._layouts_of(way.spaces)
         meshes = in_time(self.analysis.graph, way.spaces, way.count)
         try:
-            found = prepare(self.analysis, self.request, self.settled, meshes, layout)
+            found = prepare(self.analysis, self.request, self.settled, meshes, way.layout)
         except (HintError, UnsupportedError):
             return None
         return found if found.work_s(self.trials.left_s) < math.inf else None
@@ -342,7 +339,7 @@ class Pipelines:
     def _try(self, way: Way) -> None:
         """Solve, cut and simulate a way."""
         self._done[way] = None
-        prepared = self._prepared[way.spaces, way.count]
+        prepared = self._prepared[_key(way)]
         assert prepared is not None, way
         others = siblings(self.settled, way.layout)
         # Where hints or the step leave no such cuts, it is no pipeline.
@@ -363,10 +360,12 @@ class Pipelines:
         work_s = float(f"{self._work_s(way):.3g}")
         if (way, work_s) not in self._outlined:
             first = [0, *itertools.accumulate(mesh.num_ranks for mesh in way.spaces)][:-1]
+            # Those that hold more do not fit where memory binds.
+            others = () if self._is_bound(way) else siblings(self.settled, way.layout)
             self._outlined[way, work_s] = outline(
                 self.course,
                 self._by_stage(way, work_s),
-                (way.layout, *siblings(self.settled, way.layout)),
+                (way.layout, *others),
                 way.count,
                 Ranks(
                     cluster=self.request.cluster,
@@ -378,7 +377,7 @@ class Pipelines:
 
     def _by_stage(self, way: Way, work_s: float) -> list[Seconds]:
         """What the whole step takes on every stage: of the relaxation, or what ops take alone."""
-        prepared = self._prepared.get((way.spaces, way.count))
+        prepared = self._prepared.get(_key(way))
         if prepared is not None:
             longer = work_s / max(prepared.work_s(self.trials.left_s), LEAST_S)
             found = {kind: longer * self._relaxed(kind) for kind in prepared.kinds}
@@ -413,13 +412,13 @@ class Pipelines:
         large, faster where they are small; and is taken to be no less with fewer stages, each of
         which then holds more parameters.
         """
-        key = way.spaces, way.count
+        key = _key(way)
         prepared = self._prepared.get(key)
         if prepared is not None:
             return self._within.get(key) or prepared.work_s(self.trials.left_s)
         filled = way.count / self._most(way.spaces, way.layout)
         more = 0.0
-        for (spaces, count), lanes in self._prepared.items():
+        for (spaces, count, _), lanes in self._prepared.items():
             if lanes is None or not (spaces == way.spaces or len(spaces) > len(way.spaces)):
                 continue
             beyond_s = lanes.work_s(self.trials.left_s) - self.ideal_s

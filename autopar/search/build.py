@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -96,6 +97,19 @@ class StateBytes:
 
 
 @dataclass(frozen=True, slots=True)
+class Pending:
+    """Microbatches of which weight gradients wait while another one's backward runs.
+
+    Attributes:
+        most: On the stage on which most do.
+        last: On the stage that holds the end of the model.
+    """
+
+    most: float = 0.0
+    last: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class _Class:
     """A class of nodes with the shardings behind its choices."""
 
@@ -182,6 +196,7 @@ class _Builder:
         self.recompute = recompute_of(analysis, in_loop=mesh.time_axis is not None, allowed=False)
         self.rerun_of: dict[int, int] = {}
         self.more_moments: set[int] = set()
+        self.pending = Pending()
         self.leaves = False
 
     def _class(self, names: tuple[str, ...]) -> _Class:
@@ -382,7 +397,7 @@ class _Builder:
         for at, wanted_at in delivered.items():
             forward[at] = replace(forward[at], layouts=self._numbers(wanted_at, layouts))
         arcs += tuple(self._copies(node, layouts, group, readers))
-        held = 1 if node.op in SOURCE_OPS else min(self.num_stages, self.mesh.microbatches)
+        held = 1 if node.op in SOURCE_OPS else self._num_live
         size = [local_bytes(layouts.kind, s) * len(group) * held for s in layouts.index]
         size += [0] * len(layouts.homes)
         return (
@@ -618,6 +633,16 @@ class _Builder:
 
     # -- recompute ------------------------------------------------------------------------------
 
+    def apart(self, pending: Pending) -> _Builder:
+        """The same, to be changed without this one.
+
+        Args:
+            pending: As of `with_reruns`.
+        """
+        found = copy.copy(self)
+        found.more_moments, found.pending = set(self.more_moments), pending
+        return found
+
     def allow_reruns(self, near: Sequence[Sequence[int]], every: int) -> None:
         """Let what can run again in the backward do so.
 
@@ -792,8 +817,9 @@ class _Builder:
         kept, back = [], []
         for number, group in enumerate(roots):
             if count := recompute.kept(group, at):
-                kept.append((number, count / len(group)))
-                back.append((number, recompute.back(group, at) / len(group)))
+                share = self._share_held(recompute, group, at)
+                kept.append((number, share * count / len(group)))
+                back.append((number, share * recompute.back(group, at) / len(group)))
         held: dict[int, tuple[float, ...]] = {}
         needed, through = set(), []
         for number, rerun in self.rerun_of.items():
@@ -815,6 +841,9 @@ class _Builder:
             if live := recompute.held(number, at):
                 columns = [self._bytes_of(number, ref.index) for ref in live]
                 held[rerun] = tuple(map(sum, zip(*columns, strict=True)))
+        passing = dict(self._passing(recompute, at))
+        if pending := self._pending(at):
+            needed |= self._wait(recompute, pending, (passing, held))
         return Moment(
             name=self.graph.nodes[at].name,
             kept=tuple(kept),
@@ -822,9 +851,60 @@ class _Builder:
             needed=frozenset(needed),
             through=tuple(through),
             held=tuple(held.items()),
-            passing=self._passing(recompute, at),
+            passing=tuple(passing.items()),
             back=tuple(back) if self.leaves else (),
         )
+
+    def _share_held(self, recompute: Recompute, group: Sequence[Ref], at: int) -> float:
+        """Of the microbatches that keep a value, the share that still does at a moment.
+
+        Between the parts of a split backward it is what weight gradients read.
+        """
+        pending = self._pending(at)
+        if not pending or any(map(recompute.waits, group)):
+            return 1.0
+        return max(0.0, 1.0 - pending / self._num_live)
+
+    def _pending(self, at: int) -> float:
+        """Microbatches of which weight gradients wait at a moment of the backward."""
+        if not self.recompute.is_late(at):
+            return 0.0
+        repeats = self.graph.nodes[at].name in self.analysis.copies.of
+        return self.pending.most if repeats else self.pending.last
+
+    def _wait(
+        self,
+        recompute: Recompute,
+        pending: float,
+        into_both: tuple[dict[int, tuple[float, ...]], dict[int, tuple[float, ...]]],
+    ) -> set[int]:
+        """Add what waits for weight gradients, of microbatches that are through with the rest.
+
+        Args:
+            recompute: What may run again.
+            pending: So many microbatches.
+            into_both: Bytes of what the backward makes, by entry, and of what has run again, by
+                rerun; those that have are returned.
+        """
+        (passing, held), again = into_both, set()
+        for (number, index), count in recompute.waiting.items():
+            kind = self.classes[number].node.outputs[index]
+            own = tuple(
+                pending * count * local_bytes(kind, s.outputs[index])
+                for s in self._strategies_of(number)
+            )
+            rerun = self.rerun_of.get(number)
+            key, into = (self.places[number][0], passing) if rerun is None else (rerun, held)
+            before = into.get(key, (0.0,) * len(own))
+            into[key] = tuple(b + o for b, o in zip(before, own, strict=True))
+            if rerun is not None:
+                again.add(rerun)
+        return again
+
+    @property
+    def _num_live(self) -> int:
+        """Microbatches of which the first stage of a pipeline holds what is kept."""
+        return min(self.num_stages, self.mesh.microbatches)
 
     def _handed_on_bytes(self, number: int, copies: int) -> tuple[float, ...]:
         """Bytes, under every choice, of what so many copies hand on.
@@ -1072,7 +1152,13 @@ def build_problem(
     )
 
 
-def with_reruns(built: Built, solutions: Sequence[Solution] = (), *, every: int = 1) -> Built:
+def with_reruns(
+    built: Built,
+    solutions: Sequence[Solution] = (),
+    *,
+    every: int = 1,
+    pending: Pending | None = None,
+) -> Built:
     """The problem in which forward nodes may run again, and what is kept may leave the device.
 
     Args:
@@ -1080,8 +1166,9 @@ def with_reruns(built: Built, solutions: Sequence[Solution] = (), *, every: int 
         solutions: Solutions of that problem, or of one of its kind: every node may choose what one
             of them chooses. With none, every node has all its choices.
         every: Of how many copies of a block one keeps what it hands to the next.
+        pending: What waits for weight gradients, if the backward is split.
     """
-    builder = built.builder
+    builder = built.builder.apart(pending or Pending())
     near: list[list[int]] = [list(range(len(e.choices))) for e in builder.all_entries]
     if solutions:
         near = [
@@ -1105,6 +1192,7 @@ def with_reruns(built: Built, solutions: Sequence[Solution] = (), *, every: int 
         classes=builder.classes,
         layouts=tuple(table.all for table in layouts),
         roots=tuple(roots),
+        builder=builder,
         reruns=members,
     )
 

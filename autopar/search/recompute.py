@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from autopar.ir.graph import SOURCE_OPS, Node, Phase, Ref
 from autopar.search.analysis import Analysis
+from autopar.search.stages import awaited
 
 FORWARD_MOMENTS, BACKWARD_MOMENTS = 4, 10
 """Moments at which memory is counted, beside the end of the forward and the update."""
@@ -435,6 +436,38 @@ class Recompute:
     @staticmethod
     def _runs(node: Node, phase: Phase) -> bool:
         return node.phase is phase and node.op not in SOURCE_OPS
+
+    def waits(self, ref: Ref) -> bool:
+        """Whether gradients of parameters read a value that the rest of the backward may not."""
+        return ref in self._waiting
+
+    @property
+    def waiting(self) -> Mapping[tuple[int, int], int]:
+        """(class, output) of such values that are made in the backward, or may run again there.
+
+        With the number of members.
+        """
+        found: dict[tuple[int, int], int] = {}
+        for ref in self._waiting:
+            node = self.analysis.graph.by_name[ref.node]
+            late = node.phase is Phase.BACKWARD and node.op not in SOURCE_OPS
+            if (late and node.name in self._awaited) or self.runs_again(ref.node):
+                key = self.analysis.folding.of[ref.node], ref.index
+                found[key] = found.get(key, 0) + 1
+        return found
+
+    @cached_property
+    def _awaited(self) -> frozenset[str]:
+        return awaited(self.analysis)
+
+    @cached_property
+    def _waiting(self) -> frozenset[Ref]:
+        found: set[Ref] = set()
+        for node in self.analysis.graph.nodes:
+            is_late = node.phase is Phase.BACKWARD and node.op not in SOURCE_OPS
+            if is_late and node.name not in self._awaited:
+                found.update(self.analysis.root(ref).root for ref in node.operands)
+        return frozenset(found)
 
     def is_late(self, moment: int) -> bool:
         """Whether a moment is one of the backward."""

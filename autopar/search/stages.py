@@ -50,6 +50,39 @@ def _is_cut(analysis: Analysis, node: Node) -> bool:
     )
 
 
+def places(analysis: Analysis) -> Mapping[str, int]:
+    """Position of every forward node that a cut divides, and of the backward of its line."""
+    by_name = analysis.graph.by_name
+    found = {name: position for position, name in enumerate(forward_order(analysis))}
+    by_source = {by_name[name].source: position for name, position in found.items()}
+    for node in analysis.graph.nodes:
+        at = by_source.get(node.source)
+        if at is not None and node.op not in SOURCE_OPS:
+            found.setdefault(node.name, at)
+    return found
+
+
+def awaited(analysis: Analysis) -> frozenset[str]:
+    """Backward nodes that the backward of an earlier op reads, through any others.
+
+    The rest makes gradients of parameters alone: where a backward is split, it comes later.
+    """
+    place, found = places(analysis), set()
+    never = len(place)
+    reached: dict[str, int] = {}
+    for node in reversed(analysis.graph.nodes):
+        if node.phase is not Phase.BACKWARD or node.op in SOURCE_OPS:
+            continue
+        own = place.get(node.name, never)
+        first = reached.get(node.name, own)
+        if first < own:
+            found.add(node.name)
+        for ref in node.operands:
+            made = analysis.root(ref).root.node
+            reached[made] = min(reached.get(made, first), first, own)
+    return frozenset(found)
+
+
 def balanced_cuts(seconds: Sequence[float], num_stages: int) -> tuple[int, ...]:
     """First positions of stages 1 and on, for the least longest stage.
 
