@@ -54,6 +54,7 @@ def test_what_waits_is_counted_as_it_is_held(again: str) -> None:
     assert modelled > whole
 
 
+@pytest.mark.large
 def test_split_backwards_compete_where_memory_binds() -> None:
     cluster, asked = Cluster.local(STAGES), (hint.degrees(pp=STAGES), hint.microbatches(8))
 

@@ -160,10 +160,10 @@ def test_stages_of_unlike_meshes_are_found_where_devices_are_unlike() -> None:
     "asked",
     [
         pytest.param((hint.degrees(pp=2), hint.microbatches(8)), id="stages and microbatches"),
-        pytest.param((hint.degrees(pp=4),), id="stages"),
+        pytest.param((hint.degrees(pp=4),), id="stages", marks=pytest.mark.large),
         pytest.param((hint.schedule("zb-h1"),), id="schedule"),
         pytest.param((hint.schedule("interleaved"), hint.degrees(pp=2)), id="chunks left out"),
-        pytest.param((hint.cut_before("3"),), id="a cut"),
+        pytest.param((hint.cut_before("3"),), id="a cut", marks=pytest.mark.large),
     ],
 )
 def test_what_hints_leave_out_of_a_pipeline_is_chosen(asked: tuple[hint.Hint, ...]) -> None:
