@@ -7,6 +7,7 @@ these solutions: what it takes and holds are those of the program that runs.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -25,7 +26,7 @@ from autopar.search.build import Built
 from autopar.search.decode import decode
 from autopar.search.interproblem import Point
 from autopar.search.intra import solve
-from autopar.search.problem import BytePrice, Solution, alike
+from autopar.search.problem import BytePrice, Problem, Solution, alike
 from autopar.search.stages import equal_lanes, split_lanes
 
 POINTS = 6
@@ -88,9 +89,24 @@ def ways_of(
 
 
 def _solutions(search: MeshSearch, time_limit_s: float) -> list[tuple[Built, Solution]]:
-    """Solutions on the lower hull of seconds against bytes, the fastest first."""
+    """Solutions that are the fastest for what they hold, those that hold most first.
+
+    Those without copies to the host are among them: where copies are many, less of them hides than
+    is reckoned with.
+    """
     built, _ = search.within(search.first_limit, time_limit_s)
     problem = replace(alike(built.problem), memory_limit_bytes=None)
+    found = _hull(problem, time_limit_s)
+    if problem.link is not None and not search.forced:
+        stays = replace(problem.link, host_limit_bytes=0.0)
+        found += _hull(replace(problem, link=stays), time_limit_s)
+    # The fastest may be without copies anyway.
+    apart = {(_held(own), own.objective_s): own for own in found}
+    return [(built, apart[key]) for key in sorted(apart, key=lambda key: (-key[0], key[1]))]
+
+
+def _hull(problem: Problem, time_limit_s: float) -> list[Solution]:
+    """Solutions on the lower hull of seconds against bytes, the fastest first."""
 
     def priced(price_s: float) -> Solution:
         price = BytePrice(price_s, price_s)
@@ -112,7 +128,7 @@ def _solutions(search: MeshSearch, time_limit_s: float) -> list[tuple[Built, Sol
         if not between.choice or _is_on(between, left, right):
             break
         found.insert(widest + 1, between)
-    return [(built, solution) for solution in found]
+    return found
 
 
 def _held(solution: Solution) -> float:
@@ -125,14 +141,17 @@ def _slope(left: Solution, right: Solution) -> float:
 
 
 def _gain(left: Solution, right: Solution, *, whole: tuple[Solution, Solution]) -> float:
-    """How much may lie between two solutions, as a part of what lies between the outermost."""
+    """How much may lie between two solutions, as a part of what lies between the outermost.
+
+    Bytes count for more: the first that are saved cost least, and most stages need no more.
+    """
     seconds = whole[1].objective_s - whole[0].objective_s
     held = _held(whole[0]) - _held(whole[1])
     if seconds <= 0 or held <= 0:
         return 0.0
     longer = (right.objective_s - left.objective_s) / seconds
     fewer = (_held(left) - _held(right)) / held
-    return min(longer, 1.0) * min(fewer, 1.0)
+    return math.sqrt(min(longer, 1.0)) * min(fewer, 1.0)
 
 
 def _is_on(between: Solution, left: Solution, right: Solution) -> bool:

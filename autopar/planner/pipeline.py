@@ -166,11 +166,16 @@ def _with_owners(
 
 
 def seconds_by_forward(analysis: Analysis, kind: Kind) -> Seconds:
-    """Seconds of the step on the ranks of a stage, where they belong in the forward."""
+    """Seconds of the step on the ranks of a stage, where they belong in the forward.
+
+    What runs again takes them twice.
+    """
     found = {}
+    again = frozenset(kind.whole.recomputed)
     for plan in kind.whole.nodes:
         node = analysis.graph.by_name[plan.name]
         types = analysis.operand_types(node)
         rule = analysis.rules[node.name]
-        found[node.name] = kind.cost.seconds(node, rule, types, plan.operands, plan.outputs)
+        once_s = kind.cost.seconds(node, rule, types, plan.operands, plan.outputs)
+        found[node.name] = once_s * (1 + (node.name in again))
     return course_of(analysis).seconds(found)

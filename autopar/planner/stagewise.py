@@ -9,8 +9,10 @@ and simulated; a stage that needs more than was reckoned is given that much less
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from autopar.errors import UnsupportedError
 from autopar.ir.sharding import Sharding
@@ -18,7 +20,7 @@ from autopar.plan.records import StagePlan
 from autopar.planner.evaluate import evaluate_pipeline
 from autopar.planner.fronts import Way, ways_of
 from autopar.planner.lanes import LESS, Lanes, MeshSearch
-from autopar.planner.outline import course_of
+from autopar.planner.outline import Ranks, course_of, outline
 from autopar.planner.pipeline import (
     FORWARD,
     Kind,
@@ -28,7 +30,7 @@ from autopar.planner.pipeline import (
     stage_without_parameter,
 )
 from autopar.planner.request import Candidate, Request
-from autopar.planner.units import Units, units_of
+from autopar.planner.units import Units, divided, units_of
 from autopar.schedules.table import schedule_named
 from autopar.search.analysis import Analysis
 from autopar.search.build import Built
@@ -39,6 +41,9 @@ from autopar.search.interproblem import Choice, Family, InterProblem, Link, Plac
 from autopar.search.problem import Solution
 from autopar.search.stages import split_lanes
 from cost_models.collectives import collective_s, pair_link
+
+EVENED = 2
+"""Times that what was dealt out is cut more evenly; lowered in full each."""
 
 ROUNDS = 4
 """Times that stages are dealt out again with less memory for those that need more."""
@@ -107,11 +112,28 @@ class _Stagewise:
         self.microbatches = search.searches[0].plain.mesh.microbatches
 
     def _units(self) -> Units:
-        """About as many units as the stages need to be even."""
-        kind = self.search.searches[0]
-        whole = decode(*self._of(self.fastest[kind]))
-        seconds = seconds_by_forward(self.analysis, Kind(whole, kind.cost)).sum(axis=0)
-        return units_of(self.analysis, seconds.tolist(), GRAIN * len(self.layout.lanes))
+        """About as many units as the stages need to be even, with borders where they are so."""
+        kinds = {
+            own: Kind(decode(*self._of(self.fastest[own])), own.cost) for own in self.search.kinds
+        }
+        seconds = seconds_by_forward(self.analysis, kinds[self.search.searches[0]]).sum(axis=0)
+        found = units_of(self.analysis, seconds.tolist(), GRAIN * len(self.layout.lanes))
+        if self.layout.num_chunks > 1:
+            return found
+        return divided(found, self._even_cuts([kinds[own] for own in self.search.searches]))
+
+    def _even_cuts(self, kinds: Sequence[Kind]) -> tuple[int, ...]:
+        """Where the plans of all stages are cut if memory does not matter."""
+        by_kind = {k: seconds_by_forward(self.analysis, k) for k in dict.fromkeys(kinds)}
+        spaces = [kind.whole.mesh for kind in kinds]
+        ranks = Ranks(
+            cluster=self.request.cluster,
+            first=self.search.first_ranks,
+            count=tuple(mesh.num_ranks for mesh in spaces),
+        )
+        seconds = [by_kind[kind] for kind in kinds]
+        course = course_of(self.analysis)
+        return outline(course, seconds, [self.layout], spaces[0].microbatches, ranks).cuts
 
     def _of(self, solved: tuple[Built, Solution]) -> tuple[Built, Analysis, Solution]:
         return solved[0], self.analysis, solved[1]
@@ -124,12 +146,13 @@ class _Stagewise:
             choice = solve_inter(self._problem(limits), gap=GAP).best
             if choice is None:
                 return None
-            candidate, used = self._evaluated(choice)
-            over = [s for s, (a, b) in enumerate(zip(used, allowed, strict=True)) if a > b]
+            dealt = self._dealt(choice)
+            candidate, used = self._evaluated(dealt)
+            over = self._over(used)
             if not over:
-                fits = all(candidate.host_bytes <= k.host_allowed for k in self.search.kinds)
-                limited = self.search.is_bound
-                return replace(candidate, limited=limited) if fits else None
+                if not self._fits_host(candidate):
+                    return None
+                return replace(self._evened(dealt, candidate), limited=self.search.is_bound)
             reckoned = self._reckoned(choice)
             for stage in over:
                 room = used[stage] - reckoned[stage]
@@ -137,6 +160,42 @@ class _Stagewise:
                     limits[stage] - LESS * allowed[stage], allowed[stage] - max(room, 0.0)
                 )
         return None
+
+    def _over(self, used: Sequence[int]) -> list[int]:
+        """Stages that hold more than they may."""
+        pairs = zip(used, self.search.searches, strict=True)
+        return [stage for stage, (held, own) in enumerate(pairs) if held > own.allowed]
+
+    def _fits_host(self, candidate: Candidate) -> bool:
+        return all(candidate.host_bytes <= kind.host_allowed for kind in self.search.kinds)
+
+    def _evened(self, dealt: _Dealt, candidate: Candidate) -> Candidate:
+        """The candidate cut inside units too, where that fits and is faster.
+
+        A stage that then holds too much is left what it was dealt out at most.
+        """
+        cuts = self._even_cuts([lane.kind for lane in dealt.stages])
+        # Where a stage would hold no parameter, nothing is moved.
+        with suppress(UnsupportedError):
+            for _ in range(EVENED):
+                if cuts == dealt.cuts or any(b <= a for a, b in pairwise(cuts)):
+                    break
+                moved = replace(dealt, cuts=cuts)
+                other, used = self._evaluated(moved)
+                full = self._over(used)
+                if not full:
+                    faster = other.step_s < candidate.step_s and self._fits_host(other)
+                    return other if faster else candidate
+                cuts = self._without_more(moved, dealt, full)
+        return candidate
+
+    def _without_more(self, moved: _Dealt, dealt: _Dealt, full: Collection[int]) -> tuple[int, ...]:
+        """Moved cuts where no chunk of a full stage is larger than it was dealt out."""
+        found, lanes = [], self.layout.lanes
+        for chunk, (at, before) in enumerate(zip(moved.cuts, dealt.cuts, strict=True), start=1):
+            end = min(at, before) if lanes[chunk - 1] in full else at
+            found.append(max(end, before) if lanes[chunk] in full else end)
+        return tuple(found)
 
     def _problem(self, limits: Sequence[float]) -> InterProblem:
         """The inter-op problem: every stage is a place of its own, whose devices count as one."""
@@ -211,8 +270,8 @@ class _Stagewise:
                 most[lane] = max(most[lane], point.transient_bytes)
         return [a + b for a, b in zip(held, most, strict=True)]
 
-    def _evaluated(self, choice: Choice) -> tuple[Candidate, tuple[int, ...]]:
-        """The choice lowered and simulated."""
+    def _dealt(self, choice: Choice) -> _Dealt:
+        """The choice put together."""
         search, taken = self.search, self._taken(choice)
         kinds: dict[MeshSearch, Kind] = {}
         told: dict[MeshSearch, tuple[Built, Solution]] = {}
@@ -231,12 +290,32 @@ class _Stagewise:
             told[kind] = way.built, replace(way.solution, bound_s=bound_s, status="feasible")
         ranks = zip(search.searches, search.first_ranks, strict=True)
         stages = [Lane(kinds[kind], first) for kind, first in ranks]
-        wholes = [replace(lane.kind.whole, first_rank=lane.first_rank) for lane in stages]
-        cuts = [self.units.starts[piece.first] for piece in choice.pieces[1:]]
-        pipeline = split_lanes(self.analysis, wholes, cuts, self.layout.lanes)
+        cuts = tuple(self.units.starts[piece.first] for piece in choice.pieces[1:])
+        return _Dealt(told, stages, cuts)
+
+    def _evaluated(self, dealt: _Dealt) -> tuple[Candidate, tuple[int, ...]]:
+        """What was dealt out, lowered and simulated."""
+        wholes = [replace(lane.kind.whole, first_rank=lane.first_rank) for lane in dealt.stages]
+        pipeline = split_lanes(self.analysis, wholes, dealt.cuts, self.layout.lanes)
         if stage_without_parameter(pipeline.stages) is not None:
             raise UnsupportedError("a stage would hold no parameter")
-        return evaluate_pipeline(self.analysis, self.request, search, told, (stages, pipeline))
+        stages = dealt.stages, pipeline
+        return evaluate_pipeline(self.analysis, self.request, self.search, dealt.told, stages)
+
+
+@dataclass(frozen=True, slots=True)
+class _Dealt:
+    """What a choice of the inter-op program comes to.
+
+    Attributes:
+        told: For every mesh, what the report tells of.
+        stages: Ranks of every stage, with a plan of the whole step.
+        cuts: Positions in the forward at which chunks but the first begin.
+    """
+
+    told: Mapping[MeshSearch, tuple[Built, Solution]]
+    stages: Sequence[Lane]
+    cuts: tuple[int, ...]
 
 
 def _commonest(taken: Mapping[int, int]) -> int:

@@ -7,6 +7,7 @@ stands for all.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -106,9 +107,29 @@ def units_of(analysis: Analysis, seconds: Sequence[float], most: int) -> Units:
         starts += [first + stop for stop in ends]
         whats += [(what, part) for part in range(len(ends))]
     starts, whats = _joined(starts, whats, crossing)
+    return Units(analysis, tuple(starts), _numbered(whats))
+
+
+def divided(units: Units, cuts: Collection[int]) -> Units:
+    """The units with more borders: parts of alike units at the same places of them are alike.
+
+    Args:
+        units: Of the forward.
+        cuts: Positions in its order at which a unit is to begin.
+    """
+    starts = sorted({*units.starts, *cuts})
+    whats: list[Hashable] = []
+    for first, end in pairwise(starts):
+        own = bisect.bisect_right(units.starts, first) - 1
+        begin = units.starts[own]
+        whats.append((units.kinds[own], first - begin, end - begin))
+    return Units(units.analysis, tuple(starts), _numbered(whats))
+
+
+def _numbered(whats: Sequence[Hashable]) -> tuple[int, ...]:
+    """A number for each, the same for those that are equal."""
     known: dict[Hashable, int] = {}
-    kinds = tuple(known.setdefault(what, len(known)) for what in whats)
-    return Units(analysis, tuple(starts), kinds)
+    return tuple(known.setdefault(what, len(known)) for what in whats)
 
 
 def _ends(seconds: Sequence[float], crossing: Sequence[int], longest_s: float) -> list[int]:
