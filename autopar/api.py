@@ -44,7 +44,7 @@ from autopar.rules.strategies import strategies
 from autopar.runtime.executor import ParallelModule, StepRequest
 from autopar.runtime.groups import Session, StagePeers, open_session
 from autopar.runtime.mail import Route
-from autopar.runtime.params import shard_model
+from autopar.runtime.params import shard_model, values_digest
 from autopar.runtime.pipeline import StageSource
 from autopar.runtime.results import SharedResult, Sharing
 from autopar.runtime.step import StepSource
@@ -54,6 +54,11 @@ from cost_models.cluster import Cluster
 
 Loss = Callable[[Any, Any], Any]
 Optimizer = type[torch.optim.Optimizer] | functools.partial[Any] | OptimizerSpec | None
+
+_SAME_WEIGHTS = (
+    "call torch.manual_seed with one number on every rank before the model is made, load one "
+    "checkpoint, or make the model on meta"
+)
 
 _REMEMBERED = RememberedCaptures()
 """The latest captures that `plan` made of models of Python code, in this process."""
@@ -115,6 +120,7 @@ def compile(
     except AutoparError as error:
         failed = error
     session.agree("reading the plan", failed)
+    session.agree_equal("given plans", "none" if given is None else _digest(given))
     compiler = _Compiler(job, session, given)
     parallel = ParallelModule(model, session, compiler)
     if batch is not None:
@@ -328,6 +334,8 @@ class _Compiler:
         self._phase("the check of the plan", lambda: self._check(plan, captured, analysis))
         programs = self._phase("lowering", lambda: self._lower(analysis, plan))
         if self.settled is None:
+            values = self._phase("reading the weights", self._digest_of_weights)
+            self.session.agree_equal("weights of the model", values, remedy=_SAME_WEIGHTS)
             self._phase("sharding the parameters", lambda: self._adopt(parallel, captured, plan))
             self.settled = plan
         return StepSource(
@@ -515,6 +523,10 @@ class _Compiler:
             homes=homes,
         )
         parallel.adopt(plan, groups, state, self.job.spec, seed=seed)
+
+    def _digest_of_weights(self) -> str:
+        model = self.job.model
+        return values_digest((*model.named_parameters(), *model.named_buffers()))
 
     def _seed(self) -> int:
         """The seed of the options, or rank 0's."""

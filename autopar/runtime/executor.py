@@ -19,13 +19,18 @@ from autopar.plan.records import Plan
 from autopar.runtime.backward import Anchor, Token, attach
 from autopar.runtime.groups import MeshGroups, Session, as_failure
 from autopar.runtime.optimizer import mark_home, watch_optimizers
-from autopar.runtime.params import ModelState, load_value
+from autopar.runtime.params import ModelState, load_value, values_digest
 from autopar.runtime.sampler import Deal, GlobalBatchSampler
 from autopar.runtime.shell import build_shells, fill_shells
 from autopar.runtime.step import Results, Step, StepSource
 
 MAX_STEPS = 16
 """Compiled steps that are kept; the one used longest ago goes first."""
+
+_SAME_BATCH = (
+    "give every rank the same global batch, or each rank its part: parallel(parallel.shard(part)), "
+    "with parallel.sampler(dataset) for data loaders"
+)
 
 EXTRA_STATE = "_extra_state"
 """Where nn.Module puts the step count in a state dict."""
@@ -202,6 +207,8 @@ class ParallelModule(nn.Module):
             sharded = isinstance(batch, ShardedBatch)
             step, tensors = self._find_for_part(batch.part) if sharded else self._find(batch)
             step.check_sound()
+            if not step.has_run:
+                self._check_alike(tensors, sharded)
         except Exception as error:  # noqa: BLE001  (raised, once the others know)
             raise own.session.settle("the check of the batch", error) from error.__cause__
         results = self._run(step, tensors, sharded)
@@ -435,6 +442,13 @@ class ParallelModule(nn.Module):
         step = steps[fitting[-1]][1]
         reads = step.problem_without_part()
         return step, tensors if reads else step.no_samples()
+
+    def _check_alike(self, tensors: Sequence[Tensor], sharded: bool) -> None:
+        """Refuse global batches of the same shapes that differ between ranks, at a first step."""
+        session = self.session
+        digest = "" if sharded else values_digest((str(n), t) for n, t in enumerate(tensors))
+        group = -1 - session.rank if sharded else 0
+        session.agree_equal("global batches", digest, group, _SAME_BATCH)
 
     def _run(self, step: Step, tensors: Sequence[Tensor], sharded: bool) -> Results:
         session = self._autopar.session

@@ -11,8 +11,8 @@ What bounds a wait:
 * ``STEP_TIMEOUT_S``: a collective of a step;
 * a lost process ends its peers' collectives at once (the connection closes), and they name it
   within ``NAMING_S``;
-* a rank that fails in a step and lives on gives the others ``SETTLE_S`` to fail alike, then closes
-  its groups;
+* a rank that fails in a call and lives on gives the others ``SETTLE_S`` to fail alike, then closes
+  its groups, that of exchanges too;
 * a rank that compiles a new step while another runs an old one (their batches differ) fails after
   ``SETTLE_S``.
 """
@@ -165,7 +165,13 @@ class Session:
         with suppress(Exception):
             self.agree(phase, error)
 
-    def agree_equal(self, what: str, digest: str, stage: int | None = 0) -> None:
+    def agree_equal(
+        self,
+        what: str,
+        digest: str,
+        stage: int | None = 0,
+        remedy: str = "give every rank the same model, batch, cluster and hints",
+    ) -> None:
         """Raise on every rank unless all ranks of a stage have the same digest of ``what``.
 
         Raises:
@@ -178,13 +184,14 @@ class Session:
                 continue
             raise RuntimeFailure(
                 f"cannot go on with different {what}: rank {rank} has {expected}, rank {other} has "
-                f"{found}; give every rank the same model, batch, cluster and hints"
+                f"{found}; {remedy}"
             )
 
     def broadcast_text(self, text: str | None) -> str:
         """The text of rank 0."""
         box = [text]
         if self.world_size > 1:
+            self.check_open()
             with self._watched("the broadcast of rank 0's plan"):
                 dist.broadcast_object_list(box, src=0, group=self.control)
         assert box[0] is not None
@@ -224,6 +231,8 @@ class Session:
             if not absent:
                 return
             time.sleep(min(self.beat_s, 0.01 + (time.monotonic() - start) / 10))
+            if (failed := self._failed_of(absent, self._epoch)) is not None:
+                raise self._failure(f"the start of {what}", *failed)
             if time.monotonic() < start + SETTLE_S:
                 continue
             beats = self._beats()
@@ -236,6 +245,20 @@ class Session:
         raise RuntimeFailure(
             f"cannot start {what} on rank {self.rank}: ranks {absent[:8]} did not come within "
             f"{PHASE_TIMEOUT_S:.0f} s; see their output"
+        )
+
+    def _failed_of(self, ranks: Sequence[int], epoch: int) -> tuple[int, Any] | None:
+        """The first of some ranks that has said that it failed, and what it said."""
+        for rank in ranks:
+            if self.store.check([f"failed/{epoch}/{rank}"]):
+                return rank, json.loads(self.store.get(f"failed/{epoch}/{rank}"))
+        return None
+
+    def _failure(self, action: str, rank: int, status: Mapping[str, str]) -> RuntimeFailure:
+        """The error for what could not end since another rank failed."""
+        return RuntimeFailure(
+            f"cannot finish {action} on rank {self.rank}: rank {rank} failed in "
+            f"{status['action']}: {status['type']}: {status['message']}"
         )
 
     def groups(self, mesh: Mesh, first_rank: int = 0) -> MeshGroups:
@@ -278,10 +301,10 @@ class Session:
             return error
         if _is_connection_error(error):
             return self._after_loss(action, error)
-        status = {**_describe(error), "action": action}
+        status = {**_describe(error), "action": action, "entered": self._entered}
         try:
             self.store.set(f"failed/{self._epoch}/{self.rank}", json.dumps(status))
-            alike = self._all_failed_at(action)
+            alike = self._all_failed_as(status)
         except RuntimeError:  # the store is gone
             alike = False
         self._epoch += 1
@@ -289,8 +312,8 @@ class Session:
             self.close(str(error) or type(error).__name__)
         return error
 
-    def _all_failed_at(self, action: str) -> bool:
-        """Whether every rank fails in the same action, soon."""
+    def _all_failed_as(self, status: Mapping[str, Any]) -> bool:
+        """Whether every rank fails at the same place as this one, soon."""
         keys = [f"failed/{self._epoch}/{rank}" for rank in range(self.world_size)]
         start = time.monotonic()
         while not self.store.check(keys):
@@ -298,15 +321,19 @@ class Session:
             if waited > SETTLE_S:
                 return False
             time.sleep(0.01 + waited / 10)
-        return all(json.loads(self.store.get(key))["action"] == action for key in keys)
+        found = (json.loads(self.store.get(key)) for key in keys)
+        return all(other[what] == status[what] for other in found for what in ("action", "entered"))
 
     def close(self, reason: str) -> None:
-        """Close the groups of all programs: ranks that wait in them fail at once."""
+        """Close the groups of all programs and exchanges: ranks that wait in them fail at once."""
         self._closed = self._closed or reason or "closed"
         owned, self._owned = self._owned, {}
         self._meshes.clear()
         groups = [group for groups in owned.values() for group in groups]
         owned.clear()
+        control, self.control = self.control, None
+        groups += [] if control is None else [control]
+        del control
         # Freeing a group waits for its running collectives, which may themselves hang.
         threading.Thread(target=_destroy, args=(groups,), daemon=True).start()
 
@@ -319,13 +346,9 @@ class Session:
         try:
             beats = self._beats()
             while time.monotonic() < deadline:
-                for rank in range(self.world_size):
-                    if self.store.check([f"failed/{epoch}/{rank}"]):
-                        status = json.loads(self.store.get(f"failed/{epoch}/{rank}"))
-                        return RuntimeFailure(
-                            f"cannot finish {action} on rank {self.rank}: rank {rank} failed in "
-                            f"{status['action']}: {status['type']}: {status['message']}"
-                        )
+                failed = self._failed_of(range(self.world_size), epoch)
+                if failed is not None:
+                    return self._failure(action, *failed)
                 time.sleep(3 * self.beat_s)
                 lost = [r for r, beat in enumerate(self._beats()) if beat == beats[r]]
                 lost = [r for r in lost if r != self.rank]
@@ -348,6 +371,7 @@ class Session:
     def _all_gather(self, what: str, value: Any) -> list[Any]:
         if self.world_size == 1:
             return [value]
+        self.check_open()
         values: list[Any] = [None] * self.world_size
         with self._watched(f"the exchange after {what}"):
             dist.all_gather_object(values, value, group=self.control)
@@ -469,17 +493,19 @@ def open_session(
     """
     _ensure_process_group(device_type, num_ranks)
     world_size = dist.get_world_size()
-    if world_size != num_ranks:
-        raise ClusterError(
-            f"cannot run on a cluster of {num_ranks} ranks: {world_size} "
-            f"process{'es are' if world_size != 1 else ' is'} running; start {num_ranks} with "
-            f"torchrun --nproc-per-node, or describe the cluster that is there"
-        )
     default = dist.group.WORLD
     session = _SESSIONS.get(default)
     if session is None:
         session = _SESSIONS[default] = _new_session(device_type)
     session.step_timeout_s = step_timeout_s
+    failed = None
+    if world_size != num_ranks:
+        failed = ClusterError(
+            f"cannot run on a cluster of {num_ranks} ranks: {world_size} "
+            f"process{'es are' if world_size != 1 else ' is'} running; start {num_ranks} with "
+            f"torchrun --nproc-per-node, or describe the cluster that is there"
+        )
+    session.agree("reading the cluster", failed)
     return session
 
 

@@ -7,8 +7,11 @@ import time
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+import autopar
+from autopar import hint
 from autopar.errors import (
     AutoparError,
     BatchError,
@@ -21,6 +24,7 @@ from autopar.runtime.executor import ParallelModule
 from autopar.runtime.groups import open_session
 from tests.autopar.runtime.programs import batch, parallel_linear
 from tests.dist.pool import Pool, run_torchrun
+from tests.oracles.models import mlp
 
 
 def agreements() -> list[str]:
@@ -199,3 +203,75 @@ except Exception as error:
 
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert ended.stdout.startswith("ClusterError cannot run on a cluster of 2 ranks"), ended.stderr
+
+
+def compiled_with(what: str) -> str:
+    """Compile and run a model of which rank 1 has another ``what``; the error."""
+    rank = dist.get_rank()
+    model, batch, loss = mlp()
+    cluster, plan = autopar.Cluster.local(2), None
+    if what == "weights of the model" and rank == 1:
+        torch.nn.init.normal_(model.up.weight)
+    if what == "given plans" and rank == 0:
+        plan = autopar.plan(model, cluster, batch, loss=loss)
+    if what == "cluster" and rank == 1:
+        cluster = autopar.Cluster.local(3)
+    with pytest.raises(AutoparError) as caught:
+        parallel = autopar.compile(model, cluster, batch, loss=loss, plan=plan)
+        parallel({**batch, "y": batch["y"] + rank})
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize(
+    ("what", "remedy"),
+    [
+        ("weights of the model", "torch.manual_seed"),
+        ("global batches", "parallel.shard"),
+        ("given plans", "hints"),
+        ("cluster", "start 3"),
+    ],
+)
+def test_what_differs_between_ranks_is_refused(pool: Any, what: str, remedy: str) -> None:
+    for message in pool(2).run(compiled_with, what):
+        assert what in message
+        assert remedy in message
+
+
+def parts_of_a_batch() -> float:
+    """A first step for which one rank passes the whole batch, the other its part."""
+    model, batch, loss = mlp()
+    hints = (hint.degrees(dp=2, tp=1),)
+    parallel = autopar.compile(model, autopar.Cluster.local(2), batch, loss=loss, hints=hints)
+    if dist.get_rank() == 0:
+        return float(parallel(batch).detach())
+    slices = parallel.batch_slices()
+    part = {name: value[slices[name]] for name, value in batch.items()}
+    return float(parallel(parallel.shard(part)).detach())
+
+
+def test_parts_are_not_compared(pool: Any) -> None:
+    model, batch, loss = mlp()
+    expected = float(loss(model, batch).detach())
+    assert pool(2).run(parts_of_a_batch) == pytest.approx([expected] * 2)
+
+
+def failing_before_a_first_step() -> tuple[str, float]:
+    """Rank 0 freezes what it alone has, so only there the first step is refused."""
+    groups.SETTLE_S = 2.0
+    model, batch, loss = mlp()
+    hints = (hint.degrees(pp=2, dp=1, tp=1), hint.microbatches(2))
+    parallel = autopar.compile(model, autopar.Cluster.local(2), batch, loss=loss, hints=hints)
+    if dist.get_rank() == 0:
+        next(parallel.parameters()).requires_grad_(False)
+    start = time.monotonic()
+    with pytest.raises(AutoparError) as caught:
+        parallel(batch)
+    return str(caught.value), time.monotonic() - start
+
+
+def test_a_rank_that_fails_before_a_first_step_ends_the_others(fresh_pool: Pool) -> None:
+    (first, _), (second, seconds) = fresh_pool.run(failing_before_a_first_step, timeout_s=60)
+    assert first.startswith("cannot freeze parameter")
+    assert "rank 0 failed in the check of the batch" in second
+    assert "cannot freeze parameter" in second
+    assert seconds < groups.NAMING_S
