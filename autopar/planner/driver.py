@@ -28,7 +28,7 @@ from autopar.planner.batches import (
 from autopar.planner.cuts import least_starts
 from autopar.planner.failures import keep_conflict, nothing_fits
 from autopar.planner.hints import Settled, check_optimizer, settle
-from autopar.planner.lanes import Lanes, prepare
+from autopar.planner.lanes import WORTH, Lanes, prepare
 from autopar.planner.layout import Layout
 from autopar.planner.parts import Part, least_step_s, parts
 from autopar.planner.pipelines import CHEAP, Pipelines, layouts
@@ -114,7 +114,7 @@ class _Outer:
 
     Attributes:
         tried: Meshes with what the search found on them.
-        found: What fits.
+        found: What fits; ``piped`` the pipelines in it, with their meshes.
         failures: What does not.
         ideal_s: Least seconds of a step without a pipeline if nothing moved, over meshes tried.
         cut_short: Whether the clock ended the search.
@@ -128,6 +128,7 @@ class _Outer:
         self.start = time.perf_counter()
         self.tried: list[tuple[str, float | None]] = []
         self.found: list[Candidate] = []
+        self.piped: list[tuple[Candidate, Lanes]] = []
         self.failures: list[Failure] = []
         self.ideal_s = math.inf
         self.cut_short = False
@@ -173,6 +174,7 @@ class _Outer:
             Pipelines(self.analysis, self.request, settled, self).run(choices)
         if settled.is_piped and not self.found:
             self._try_filled(choices)
+        self._refine()
         if refused is not None and not self.tried:
             raise refused
 
@@ -282,6 +284,8 @@ class _Outer:
             outcome = self._proven(search, beat_s)
         if isinstance(outcome, Candidate):
             self.found.append(outcome)
+            if len(search.searches) > 1:
+                self.piped.append((outcome, search))
             self.tried.append((search.under(outcome.schedule), outcome.objective_s))
             return outcome
         self.failures.append(outcome)
@@ -289,21 +293,33 @@ class _Outer:
         return None
 
     def _proven(self, search: Lanes, beat_s: float) -> Candidate | Failure:
-        """The fastest that fits: stages that are alike, or that differ where that is faster.
+        """The fastest that fits: stages that are alike, or that differ where none of these fit.
 
         Of a long step, stages that are alike are lowered only where none that differ are found.
         """
-        known_s, unlike = self.best_s, None
-        long = len(self.analysis.graph.nodes) > CHEAP
-        if long:
-            unlike = self._unlike(search, known_s)
-            if unlike is not None:
-                return unlike
+        unlike = self._unlike(search, self.best_s) if self._is_long else None
+        if unlike is not None:
+            return unlike
         outcome = prove(self.analysis, self.request, search, self.left_s, beat_s)
-        own_s = outcome.step_s if isinstance(outcome, Candidate) else math.inf
-        if not long:
-            unlike = self._unlike(search, min(own_s, known_s))
-        return outcome if unlike is None or unlike.step_s >= own_s else unlike
+        if isinstance(outcome, Failure) and not self._is_long:
+            return self._unlike(search, self.best_s) or outcome
+        return outcome
+
+    @property
+    def _is_long(self) -> bool:
+        return len(self.analysis.graph.nodes) > CHEAP
+
+    def _refine(self) -> None:
+        """Let stages of the best pipeline differ, if they do not yet."""
+        if not self.piped or self._is_long:
+            return
+        best, search = min(self.piped, key=lambda own: own[0].step_s)
+        if best.step_s > (1 + WORTH) * self.best_s or self.late():
+            return
+        unlike = self._unlike(search, self.best_s)
+        if unlike is not None and unlike.step_s < self.best_s:
+            self.found.append(unlike)
+            self.tried.append((search.under(unlike.schedule), unlike.objective_s))
 
     def _unlike(self, search: Lanes, beat_s: float) -> Candidate | None:
         """A pipeline of stages that differ."""
