@@ -320,12 +320,17 @@ class Pipelines:
         return prepared is not None and prepared.is_bound
 
     def _solve_within(self, way: Way) -> float:
-        """Seconds that a stage works within memory; of the relaxation if that does not say."""
+        """Seconds that a stage works within memory; infinite if nothing is found there."""
         prepared = self._prepared[_key(way)]
         assert prepared is not None, way
-        left_s = self.trials.left_s
-        within_s = shared_s([kind.modelled_s(left_s) for kind in prepared.searches])
-        return within_s if within_s < math.inf else prepared.work_s(left_s)
+        for roomy in (False, True):
+            solved = [
+                kind.within(kind.allowed if roomy else kind.first_limit, self.trials.left_s)[1]
+                for kind in prepared.searches
+            ]
+            if all(solution.choice for solution in solved):
+                return shared_s([solution.objective_s for solution in solved])
+        return math.inf
 
     def _prepare(self, way: Way) -> Lanes | None:
         """The relaxed problem of a way's meshes, if they can run in microbatches."""
@@ -346,12 +351,12 @@ class Pipelines:
         with contextlib.suppress(HintError, UnsupportedError):
             found = self.trials.finish(replace(prepared, layout=way.layout, others=others))
             self._done[way] = found
-            if found is not None:
+            if found is not None and self._work_s(way) < math.inf:
                 self._beside[way.spaces] = found.step_s / max(self._outline_s(way), LEAST_S)
 
     def _estimate_s(self, way: Way) -> float:
         """Seconds of the step, as far as they are known."""
-        if way not in self._timed:
+        if way not in self._timed or self._work_s(way) == math.inf:
             return self._work_s(way) * (1 + way.idle)
         return self._outline_s(way) * self._beside.get(way.spaces, 1.0)
 

@@ -50,6 +50,35 @@ BERT_48 = Profile(
 )
 XLNET = Layer(3.4e-3, 4.9e-3, 2 * MB, 52 * MB)
 XLNET_INPUT = Layer((3.4 + 17) * 1e-3, 4.9e-3, 2 * MB, (52 + 131) * MB)
+ENCODER = (
+    (7.646, 11.763, 18.350080, 216.924160),  # embedding and both directions
+    (4.743, 8.862, 9.175040, 50.364416),
+    (3.514, 6.624, 9.175040, 33.587200),
+    (3.519, 6.660, 9.175040, 33.587200),
+    (3.505, 6.648, 9.175040, 33.587200),
+    (3.504, 6.648, 9.175040, 33.587200),
+    (3.506, 6.658, 9.175040, 33.587200),
+    (3.510, 7.185, 9.175040, 33.587200),
+)
+DECODER = (
+    (7.017, 11.381, 9.699328, 191.729664),  # embedding and attention
+    (4.687, 8.681, 9.699328, 50.364416),
+    (4.679, 8.687, 9.699328, 50.364416),
+    (4.675, 8.672, 9.699328, 50.364416),
+    (4.680, 8.700, 9.699328, 50.364416),
+    (4.681, 8.671, 9.699328, 50.364416),
+    (4.691, 8.686, 9.699328, 50.364416),
+    (4.694, 31.157, 9.437184, 50.364416),
+    (17.078, 2.904, 0.0, 149.896000),  # classifier
+)
+GNMT_16 = Profile(
+    tuple(Layer(f / 1e3, b / 1e3, out * MB, held * MB) for f, b, out, held in ENCODER + DECODER),
+    microbatches=16,
+)
+"""Of 64 sentences each. Every LSTM with the dropout in front of it: milliseconds of forward and
+backward, megabytes of what crosses behind it (in the decoder with what attention gives to all) and
+of parameters."""
+
 XLNET_36 = Profile((XLNET_INPUT, *(XLNET,) * 35), microbatches=128)
 
 
@@ -164,8 +193,9 @@ def stage_sizes(found: InterSolution) -> list[int]:
         (BERT_48, "C", [1] * 16),
         (XLNET_36, "A", [8, 8]),
         (XLNET_36, "C", [1] * 16),
+        (GNMT_16, "A", [8, 8]),
     ],
-    ids=["BERT A", "BERT B", "BERT C", "XLNet A", "XLNet C"],
+    ids=["BERT A", "BERT B", "BERT C", "XLNet A", "XLNet C", "GNMT A"],
 )
 def test_published_winners(profile: Profile, cluster: str, winner: list[int]) -> None:
     """Of data parallelism, two stages and one layer after the other."""
