@@ -6,6 +6,7 @@ DAPPLE's plans of each kind under its schedule for costly messages.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Sequence
 
@@ -26,11 +27,11 @@ def errors(kind: str, reduces: bool, form: Callable[[pipelines.Pipeline], float]
     return [form(plan) / pipelines.simulated_s(plan) - 1 for plan in plans]
 
 
-def dapple_errors(spread: float) -> list[float]:
-    """Relative errors of DAPPLE's latency, of layers within `spread` of each other."""
+def dapple_errors(drawn: Callable[[random.Random], dapple.DapplePlan]) -> list[float]:
+    """Relative errors of DAPPLE's latency of random plans."""
     draw, found = random.Random(0), []
     for _ in range(DAPPLE_PLANS):
-        plan = dapple.random_plan(draw, spread)
+        plan = drawn(draw)
         rows = schedule_named("early-backward-2").generate(len(plan.times), 1, plan.microbatches)
         ends = simulate(rows, plan.times, plan.sends_s).ends_s
         exact_s = max(e[-1] + r for e, r in zip(ends, plan.reduces_s, strict=True))
@@ -53,7 +54,11 @@ def main() -> None:
             add("1F1B", what, errors(kind, reduces, pipelines.closed_s))
             add("1F1B, chained", what, errors(kind, reduces, pipelines.chained_s))
     for spread in (0.0, 0.3):
-        add("DAPPLE's L", f"layers within {spread:.0%}", dapple_errors(spread))
+        drawn = functools.partial(dapple.random_plan, spread=spread)
+        add("DAPPLE's L", f"layers within {spread:.0%}", dapple_errors(drawn))
+    for profile in dapple.PROFILES:
+        placed = functools.partial(dapple.placed_plan, profile=profile)
+        add("DAPPLE's L", f"{profile} on 16 devices", dapple_errors(placed))
     Console().print(table)
 
 

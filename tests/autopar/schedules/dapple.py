@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from autopar.schedules.makespan import ChunkTime
 
@@ -73,4 +73,32 @@ def random_plan(draw: random.Random, spread: float) -> DapplePlan:
         [draw.uniform(0, 0.05) * mean for _ in range(num_stages - 1)],
         [draw.uniform(0, 3) * mean for _ in range(num_stages)],
         draw.randint(2 * num_stages, 8 * num_stages),
+    )
+
+
+PROFILES = {
+    "BERT-48": (48, 2.69e-3, 4.47e-3, 4.325e6, 50.385e6, 64),
+    "XLNet-36": (36, 3.4e-3, 4.9e-3, 2e6, 52e6, 128),
+}
+"""As published with DAPPLE: layers; of each, seconds of forward and backward, bytes sent and of
+parameters; microbatches."""
+
+DEVICES, LINK = 16, 1.25e9
+"""Devices, and bytes a second between them."""
+
+
+def placed_plan(draw: random.Random, profile: str) -> DapplePlan:
+    """A random plan of DAPPLE's kind: replicas of every stage, and layers in proportion to them."""
+    layers, forward_s, backward_s, sent, held, microbatches = PROFILES[profile]
+    num_stages = draw.randint(2, 8)
+    borders = sorted(draw.sample(range(1, DEVICES), num_stages - 1))
+    replicas = [b - a for a, b in zip([0, *borders], [*borders, DEVICES], strict=True)]
+    ends = [round(layers * end / DEVICES) for end in accumulate(replicas)]
+    counts = [b - a for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+    each = [count / n for count, n in zip(counts, replicas, strict=True)]
+    return DapplePlan(
+        [ChunkTime(share * forward_s, share * backward_s) for share in each],
+        [sent / min(pair) / LINK for pair in pairwise(replicas)],
+        [2 * (n - 1) / n * held * c / LINK for n, c in zip(replicas, counts, strict=True)],
+        microbatches,
     )

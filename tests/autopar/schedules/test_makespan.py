@@ -117,19 +117,25 @@ def test_dapple_latency_is_within_two_hundredths(spread: float, within: int) -> 
     Of 200, one of equal layers and up to three of unequal ones err by up to a half-hundredth more.
     """
     draw = random.Random(12)
-    errors = []
-    for _ in range(200):
-        plan = dapple.random_plan(draw, spread)
-        schedule = one_chunk("early-backward-2", len(plan.times), plan.microbatches)
-        timeline = simulate(schedule, plan.times, plan.sends_s)
-        exact = max(
-            ends[-1] + reduce_s
-            for ends, reduce_s in zip(timeline.ends_s, plan.reduces_s, strict=True)
-        )
-        errors.append(abs(dapple.latency_s(plan) / exact - 1))
+    errors = [dapple_error(dapple.random_plan(draw, spread)) for _ in range(200)]
     assert sum(error <= 0.02 for error in errors) >= within
     assert max(errors) <= 0.025
     assert statistics.mean(errors) <= 0.005
+
+
+@pytest.mark.parametrize("profile", dapple.PROFILES)
+def test_dapple_latency_is_within_a_hundredth_for_plans_of_its_own_kind(profile: str) -> None:
+    """Layers of a published profile, replicas of every stage, messages and all-reduces."""
+    draw = random.Random(12)
+    assert max(dapple_error(dapple.placed_plan(draw, profile)) for _ in range(200)) <= 0.01
+
+
+def dapple_error(plan: dapple.DapplePlan) -> float:
+    """Relative error of DAPPLE's latency of a plan."""
+    schedule = one_chunk("early-backward-2", len(plan.times), plan.microbatches)
+    timeline = simulate(schedule, plan.times, plan.sends_s)
+    ended = zip(timeline.ends_s, plan.reduces_s, strict=True)
+    return abs(dapple.latency_s(plan) / max(ends[-1] + own for ends, own in ended) - 1)
 
 
 @given(st.integers(1, 6), st.integers(1, 12))
