@@ -241,7 +241,7 @@ class Pipelines:
         """Whether a way may be enough faster than the best."""
         if way in self._done or not self._can_be(way):
             return False
-        least = WORTH if self._is_vague(way) and self.cheap <= PIPELINES else GAIN
+        least = GAIN if self.cheap or not self._is_vague(way) else WORTH
         return self._estimate_s(way) < (1 - least) * self.trials.best_s
 
     def _filled(self, choices: Sequence[tuple[Mesh, ...]]) -> list[Way]:
