@@ -4,15 +4,16 @@
   normalisation as one op), batch 200, fp32: the least memory of a plan beside parameters, their
   gradients and optimizer state, against 886 MiB, the four tensors of the first normalisation's
   backward, which no schedule holds less than.
-* Residual networks of bottlenecks, batch 16 of 224 x 224, on 12 GiB: the greatest depth of which
-  everything is kept, and whether 3.3 times that depth fits with the input of every fourth block
-  kept.
+* Residual networks of a stem and four stages of bottlenecks, the third of any length, batch 16 of
+  224 x 224, on 12 GB, trained with momentum: the greatest depth of which everything is kept, and
+  the planner's own plan for 3.2432 times as many layers.
 
 On one device that computes like an H100, without host memory. All *simulated*.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,20 +22,23 @@ from torch import nn
 from torch.nn import functional
 
 import autopar
+from autopar import hint
 from autopar.capture import capture_step
-from autopar.planner.lanes import MeshSearch
-from autopar.planner.request import Candidate
+from autopar.options import OptimizerSpec
+from autopar.plan.records import Plan
+from autopar.planner.driver import make_plan
+from autopar.planner.request import Candidate, Request
 from autopar.search.analysis import Analysis, analyse
 from cost_models.cluster import Cluster, Devices
-from tests.oracles.recomputes import ONE, OneRank
-from tests.oracles.sequential import planned_on
+from tests.oracles.recomputes import OneRank
 
 MIB = 1 << 20
 LAYER_BYTES = 4 * 96 * 55 * 55 * 200 * 4
 """What the backward of the first normalisation reads and makes: SuperNeurons' largest layer."""
 
-CARD_BYTES = 12 << 30
-DEEPER = 3.3
+CARD_BYTES = 12 * 10**9
+DEEPER = 3.2432
+"""How many times as deep SuperNeurons trains as others do: 1920 layers to 592."""
 
 
 @torch.library.custom_op("caffe::lrn", mutates_args=())
@@ -79,32 +83,53 @@ def alexnet() -> nn.Module:
 
 
 class Bottleneck(nn.Module):
-    """A block of a residual network that changes neither width nor size."""
+    """A block of a residual network; the first of a stage changes width and maybe size."""
 
-    def __init__(self, width: int = 256, inner: int = 64) -> None:
+    def __init__(self, before: int, inner: int, stride: int = 1) -> None:
         super().__init__()
-        self.down = nn.Conv2d(width, inner, 1, bias=False)
-        self.across = nn.Conv2d(inner, inner, 3, padding=1, bias=False)
+        width = WIDER * inner
+        self.down = nn.Conv2d(before, inner, 1, bias=False)
+        self.across = nn.Conv2d(inner, inner, 3, stride, padding=1, bias=False)
         self.up = nn.Conv2d(inner, width, 1, bias=False)
         self.norms = nn.ModuleList(nn.BatchNorm2d(n) for n in (inner, inner, width))
+        self.past = nn.Sequential()
+        if before != width:
+            past = nn.Conv2d(before, width, 1, stride, bias=False)
+            self.past = nn.Sequential(past, nn.BatchNorm2d(width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.relu(self.norms[0](self.down(x)))
         hidden = torch.relu(self.norms[1](self.across(hidden)))
-        return torch.relu(x + self.norms[2](self.up(hidden)))
+        return torch.relu(self.past(x) + self.norms[2](self.up(hidden)))
 
 
-class Residual(nn.Module):
-    """Blocks of the first stage, whose images are largest: 56 x 56."""
+WIDER = 4
+"""Channels that a bottleneck hands on for each of its inner ones."""
 
-    def __init__(self, depth: int) -> None:
+
+class ResNet(nn.Module):
+    """A stem and four stages of bottlenecks.
+
+    Args:
+        blocks: Of every stage.
+        inner: Inner channels of the first stage's; those of each next stage are twice as many.
+    """
+
+    def __init__(self, blocks: tuple[int, ...], inner: int = 64) -> None:
         super().__init__()
-        self.stem = nn.Conv2d(3, 256, 4, 4)
-        self.blocks = nn.Sequential(*(Bottleneck() for _ in range(depth)))
-        self.head = nn.Linear(256, 1000)
+        stem = nn.Conv2d(3, inner, 7, 2, padding=3, bias=False)
+        parts: list[nn.Module] = [stem, nn.BatchNorm2d(inner), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+        before = inner
+        for stage, count in enumerate(blocks):
+            own = inner << stage
+            for block in range(count):
+                parts.append(Bottleneck(before, own, 2 if stage and not block else 1))
+                before = WIDER * own
+        self.parts = nn.Sequential(*parts)
+        self.head = nn.Linear(before, 1000)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.blocks(self.stem(x)).mean((2, 3)))
+        return self.head(self.parts(x).mean((2, 3)))
 
 
 def classified(model: Any, batch: Any) -> torch.Tensor:
@@ -137,29 +162,66 @@ def planned_within(rank: OneRank, num_bytes: float) -> Candidate | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Depths:
-    """Blocks that fit where everything is kept, and the bytes of the plan of more of them."""
+class Family:
+    """Residual networks that differ in the blocks of their third stage.
 
-    kept: int
-    deeper: int
-    plan: Candidate | None
+    Attributes:
+        others: Blocks of the first, second and fourth stage.
+        inner: Inner channels of the first stage.
+        batch: Images; ``size`` pixels a side.
+    """
+
+    others: tuple[int, int, int]
+    inner: int
+    batch: int
+    size: int
+
+    def analysed(self, third: int) -> Analysis:
+        first, second, fourth = self.others
+        model = ResNet((first, second, third, fourth), self.inner)
+        return analysed(model, self.batch, self.size)
+
+    def layers(self, third: int) -> int:
+        """Depth as the name of the network says it: three a block, the stem and the head."""
+        return 3 * (sum(self.others) + third) + 2
+
+    def planned(self, third: int, limit_bytes: int | None = None) -> Plan:
+        """The planner's own plan.
+
+        Raises:
+            InfeasibleError: Nothing fits.
+        """
+        limits = () if limit_bytes is None else (hint.memory_limit(limit_bytes),)
+        hints = (hint.ranks(1), *limits)
+        request = Request(
+            model="resnet", fingerprint="", cluster=card(), hints=hints, optimizer=MOMENTUM
+        )
+        return make_plan(self.analysed(third), request)
 
 
-def depths() -> Depths:
-    few, more = (OneRank(analysed(Residual(n), 16, 224), card()) for n in (8, 12))
-    totals = [rank.free.memory.total_bytes for rank in (few, more)]
-    each = (totals[1] - totals[0]) / 4
-    kept = int(8 + (CARD_BYTES - totals[0]) / each)
-    deeper = int(DEEPER * kept)
-    deep = OneRank(analysed(Residual(deeper), 16, 224), card())
-    plan = planned_on(deep.analysis, deep.cluster, ONE, CARD_BYTES, every_fourth)
-    return Depths(kept, deeper, plan)
+MOMENTUM = OptimizerSpec(state_bytes=4.0)
+"""Stochastic gradient descent with momentum, fp32."""
+
+PAPER = Family(others=(6, 32, 6), inner=64, batch=16, size=224)
+"""SuperNeurons' networks: 1920 layers on 12 GB, where the best of the others trains 592.
+
+Source:
+    Wang et al., PPoPP 2018, section 4: the third stage alone is repeated.
+"""
 
 
-def every_fourth(search: MeshSearch) -> MeshSearch:
-    """The same, with the input of every fourth block kept alone."""
-    assert search.keeps_every(4)
-    return search
+def kept_blocks(family: Family, limit_bytes: int, few: int) -> int:
+    """Blocks of the third stage, at most, of which everything is kept within a limit.
+
+    Each takes as much as the one before: so two plans of few tell.
+    """
+    less, more = (family.planned(n).prediction.memory.total_bytes for n in (few, few + 4))
+    return few + int((limit_bytes - less) * 4 / (more - less))
+
+
+def deeper_blocks(family: Family, kept: int) -> int:
+    """Blocks of the third stage of a network of `DEEPER` times the layers."""
+    return math.ceil((DEEPER * family.layers(kept) - family.layers(0)) / 3)
 
 
 def main() -> None:
@@ -172,13 +234,12 @@ def main() -> None:
             slower = plan.step_s / rank.free.step_s
             held = f"holds {activation_bytes(plan) / MIB:.1f} MiB, {slower:.3f} of the step"
         print(f"within {part * LAYER_BYTES / MIB:.1f} MiB: {held}")
-    found = depths()
-    print(f"residual network on 12 GiB: {found.kept} blocks, everything kept")
-    if found.plan is None:
-        print(f"{found.deeper} blocks do not fit")
-    else:
-        size = found.plan.memory.total_bytes / 2**30
-        print(f"{found.deeper} blocks take {size:.2f} GiB")
+    kept = kept_blocks(PAPER, CARD_BYTES, 8)
+    print(f"residual network, everything kept in 12 GB: {PAPER.layers(kept)} layers")
+    third = deeper_blocks(PAPER, kept)
+    plan = PAPER.planned(third, CARD_BYTES)
+    size = plan.prediction.memory.total_bytes / 1e9
+    print(f"{PAPER.layers(third)} layers take {size:.2f} GB")
 
 
 if __name__ == "__main__":
