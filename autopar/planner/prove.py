@@ -32,6 +32,9 @@ FROM = (1.0, 1.01, 1.05, 1.2)
 """Parts of the least memory by its sums within which a plan is sought that local moves start from.
 """
 
+FEW = 10_000
+"""Nodes of a step up to which local moves are tried where nothing fits: they are many then."""
+
 REACH = 2.0
 """Parts of the memory that a plan may need, at most, for local moves to be tried."""
 
@@ -96,7 +99,7 @@ def squeezed(
     analysis: Analysis, request: Request, search: Lanes, time_limit_s: float
 ) -> Candidate | None:
     """A plan of one stage that fits after local moves, from one that needs little by its sums."""
-    if len(search.searches) > 1:
+    if len(search.searches) > 1 or len(analysis.graph.nodes) > FEW:
         return None
     (kind,) = search.kinds
     problem = kind.within(kind.allowed, time_limit_s)[0].problem

@@ -15,6 +15,7 @@ arguments are the budgets; ``--seconds`` what the solver is given each time.
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -139,19 +140,19 @@ def main() -> None:
         plan = rank.planned(limit)
         taken_s = time.process_time() - start
         best = optimum(rank, unfolded, limit, asked.seconds)
-        again_s, bound_s = best.best_s - plain_s, best.bound_s - plain_s
         found = None if plan is None else rank.cost(plan.pipeline.stages[0])
+        ours, solver = ["-"] * 2, ["-"] * 3
+        if found is not None:
+            ours = [f"{1e3 * found.seconds:.2f} ms", f"{found.peak_bytes / rank.peak_bytes:.1%}"]
+        if best.best_s < math.inf:
+            seconds = best.best_s - plain_s, best.bound_s - plain_s
+            solver = [*(f"{1e3 * own:.2f} ms" for own in seconds), "yes" if best.fits else "no"]
+        ratios = ["-"] * 2
+        if found is not None and best.bound_s > plain_s:
+            step, again = (found.seconds + plain_s) / best.bound_s, best.bound_s - plain_s
+            ratios = [f"{step:.4f}", f"{found.seconds / again:.3f}"]
         table.add_row(
-            f"{part:.0%}",
-            "-" if found is None else f"{1e3 * found.seconds:.2f} ms",
-            "-" if found is None else f"{found.peak_bytes / rank.peak_bytes:.1%}",
-            f"{taken_s:.1f} s",
-            f"{1e3 * again_s:.2f} ms",
-            f"{1e3 * bound_s:.2f} ms",
-            "yes" if best.fits else "no",
-            f"{best.seconds:.0f} s",
-            "-" if found is None else f"{(found.seconds + plain_s) / best.bound_s:.4f}",
-            "-" if found is None else f"{found.seconds / bound_s:.3f}",
+            f"{part:.0%}", *ours, f"{taken_s:.1f} s", *solver, f"{best.seconds:.0f} s", *ratios
         )
     Console(width=120).print(table)
 
