@@ -121,6 +121,8 @@ def compile(
         failed = error
     session.agree("reading the plan", failed)
     session.agree_equal("given plans", "none" if given is None else _digest(given))
+    session.agree_equal("hints", ", ".join(map(str, job.hints)) or "none")
+    session.agree_equal("precisions", str(job.precision))
     compiler = _Compiler(job, session, given)
     parallel = ParallelModule(model, session, compiler)
     if batch is not None:

@@ -216,8 +216,12 @@ def compiled_with(what: str) -> str:
         plan = autopar.plan(model, cluster, batch, loss=loss)
     if what == "cluster" and rank == 1:
         cluster = autopar.Cluster.local(3)
+    hints = (hint.degrees(dp=2),) if what == "hints" and rank == 1 else ()
+    precision = "bf16" if what == "precisions" and rank == 1 else None
     with pytest.raises(AutoparError) as caught:
-        parallel = autopar.compile(model, cluster, batch, loss=loss, plan=plan)
+        parallel = autopar.compile(
+            model, cluster, batch, loss=loss, plan=plan, hints=hints, precision=precision
+        )
         parallel({**batch, "y": batch["y"] + rank})
     return f"{type(caught.value).__name__}: {caught.value}"
 
@@ -229,6 +233,8 @@ def compiled_with(what: str) -> str:
         ("global batches", "parallel.shard"),
         ("given plans", "hints"),
         ("cluster", "start 3"),
+        ("hints", "rank 1 has Degrees(dp=2"),
+        ("precisions", "give every rank the same"),
     ],
 )
 def test_what_differs_between_ranks_is_refused(pool: Any, what: str, remedy: str) -> None:
