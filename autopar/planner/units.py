@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import sys
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -91,6 +92,11 @@ def units_of(analysis: Analysis, seconds: Sequence[float], most: int) -> Units:
     """
     order = forward_order(analysis)
     crossing = course_of(analysis).crossing_bytes.tolist()
+    sources = [analysis.graph.by_name[name].source for name in order]
+    for at, (before, behind) in enumerate(pairwise(sources), start=1):
+        if before == behind:
+            # The backward of both runs where the later one ran, and would read across the border.
+            crossing[at] = sys.maxsize
     copies = [analysis.copies.of.get(name) for name in order]
     blocks = [None if copy is None else (copy.run, copy.index) for copy in copies]
     bounds = [at for at, (a, b) in enumerate(pairwise(blocks), start=1) if a != b]
