@@ -58,7 +58,10 @@ def make_plan(analysis: Analysis, request: Request) -> Plan:
         InfeasibleError: It is proven that no plan fits the memory.
         SearchTimeoutError: The time ran out before a plan was found.
     """
-    settled = settle(analysis, request.cluster, request.hints, request.memory_fraction)
+    first_batch = request.settled_plan is None
+    settled = settle(
+        analysis, request.cluster, request.hints, request.memory_fraction, first=first_batch
+    )
     check_optimizer(analysis.graph, settled.restrictions, request.optimizer)
     start = time.perf_counter()
     first, *others = parts(request, settled)
@@ -157,6 +160,9 @@ class _Outer:
             self.settled = settled = replace(settled, schedule=taken.schedule, chunks=chunks)
             spaces = tuple(mesh.space for mesh in taken.meshes)
             layout = Layout(schedule=taken.schedule, num_stages=taken.num_stages, num_chunks=chunks)
+            if settled.microbatches is not None:
+                count = self._at_most(settled.microbatches, layout, spaces)
+                self.settled = settled = replace(settled, microbatches=count)
             self._try_layout(layout, (spaces,))
             return
         choices, refused = self._choices(), None
@@ -177,6 +183,19 @@ class _Outer:
         self._refine()
         if refused is not None and not self.tried:
             raise refused
+
+    def _at_most(self, count: int, layout: Layout, spaces: Sequence[Mesh]) -> int:
+        """Microbatches of a later batch, which may be too small for as many as were asked for.
+
+        As many as were asked for where no fewer will do, or where their number is part of what the
+        model computes.
+        """
+        samples = samples_of(self.analysis.graph)
+        for fewer in () if self.analysis.graph.alone else range(count, 0, -1):
+            full = (fewer - 1) * math.ceil(samples / fewer) < samples
+            if full and layout.fits(fewer) and self._fits(self._in_time(spaces, fewer)):
+                return fewer
+        return count
 
     def run_if_allowed(self) -> None:
         """As `run`; nothing is found where the hints ask for another number of ranks."""

@@ -86,9 +86,21 @@ class Settled:
 
 
 def settle(
-    analysis: Analysis, cluster: Cluster, hints: Sequence[Hint], memory_fraction: float | None
+    analysis: Analysis,
+    cluster: Cluster,
+    hints: Sequence[Hint],
+    memory_fraction: float | None,
+    *,
+    first: bool = True,
 ) -> Settled:
     """The hints in force.
+
+    Args:
+        analysis: The step.
+        cluster: Where.
+        hints: As given.
+        memory_fraction: Usable part of a device's memory; None for the cluster's own.
+        first: Whether it is the first batch; a later one may be too small for the microbatches.
 
     Raises:
         HintError: A hint matches nothing, repeats another or names an axis that is not there.
@@ -100,7 +112,7 @@ def settle(
     schedule = _only(hints, Schedule, "hint.schedule")
     spec = schedule_named("1f1b" if schedule is None else schedule.name)
     microbatches = _only(hints, Microbatches, "hint.microbatches")
-    if microbatches is not None:
+    if microbatches is not None and first:
         _check_microbatches(analysis.graph, microbatches.count)
     alone = tuple(h.pattern for h in hints if isinstance(h, PerMicrobatch))
     _check_match(analysis.graph, alone)

@@ -53,6 +53,25 @@ def assert_gradients(found: dict[str, Tensor], batch_size: int = 8, factor: floa
         assert_close(gradient, factor * wanted, 1e-5, name)
 
 
+def short_batches(hints: Sequence[Any]) -> None:
+    """Batches at the end of an epoch that are too small for the microbatches asked for."""
+    parallel, _ = compiled(batch_size=8, hints=hints)
+    for size in (6, 3, 1):
+        parallel.zero_grad()
+        model, batch, loss = mlp(size)
+        found = parallel(batch)
+        found.backward()
+        expected, _, _ = eager(model, batch, loss)
+        assert_close(found.detach(), expected, 1e-5, "loss")
+        assert_gradients(gradients(parallel), size)
+
+
+@pytest.mark.parametrize("degrees", [{"dp": 2, "tp": 1}, {"pp": 2, "dp": 1, "tp": 1}])
+def test_a_last_batch_takes_fewer_microbatches(pool: Any, degrees: dict[str, int]) -> None:
+    hints = (hint.degrees(**degrees), hint.microbatches(4), hint.schedule("1f1b"))
+    pool(2).run(short_batches, hints)
+
+
 def without_batch(layout: str) -> None:
     model, batch, loss = mlp()
     cluster = autopar.Cluster.local(dist.get_world_size())
