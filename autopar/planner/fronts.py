@@ -32,6 +32,9 @@ from autopar.search.stages import equal_lanes, split_lanes
 POINTS = 6
 """Most solutions of a mesh, between the fastest and the one that holds least."""
 
+FEWER = 4
+"""The same where values may wait in host memory: with such, and as many without."""
+
 NEAR = 0.005
 """Part of the seconds and bytes between two solutions that one between them must gain."""
 
@@ -96,17 +99,18 @@ def _solutions(search: MeshSearch, time_limit_s: float) -> list[tuple[Built, Sol
     """
     built, _ = search.within(search.first_limit, time_limit_s)
     problem = replace(alike(built.problem), memory_limit_bytes=None)
-    found = _hull(problem, time_limit_s)
-    if problem.link is not None and not search.forced:
-        stays = replace(problem.link, host_limit_bytes=0.0)
-        found += _hull(replace(problem, link=stays), time_limit_s)
+    if problem.link is None or search.forced:
+        found = _hull(problem, POINTS, time_limit_s)
+    else:
+        stays = replace(problem, link=replace(problem.link, host_limit_bytes=0.0))
+        found = [s for own in (problem, stays) for s in _hull(own, FEWER, time_limit_s)]
     # The fastest may be without copies anyway.
     apart = {(_held(own), own.objective_s): own for own in found}
     return [(built, apart[key]) for key in sorted(apart, key=lambda key: (-key[0], key[1]))]
 
 
-def _hull(problem: Problem, time_limit_s: float) -> list[Solution]:
-    """Solutions on the lower hull of seconds against bytes, the fastest first."""
+def _hull(problem: Problem, most: int, time_limit_s: float) -> list[Solution]:
+    """At most so many solutions on the lower hull of seconds against bytes, the fastest first."""
 
     def priced(price_s: float) -> Solution:
         price = BytePrice(price_s, price_s)
@@ -117,7 +121,7 @@ def _hull(problem: Problem, time_limit_s: float) -> list[Solution]:
         return []
     least = priced(DEAR_S * fastest.objective_s / max(fastest.memory_bytes[0], 1.0))
     found = [own for own in (fastest, least) if own.choice]
-    while 1 < len(found) < POINTS:
+    while 1 < len(found) < most:
         gaps = list(pairwise(found))
         spans = [_gain(*pair, whole=(found[0], found[-1])) for pair in gaps]
         widest = max(range(len(gaps)), key=spans.__getitem__)

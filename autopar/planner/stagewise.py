@@ -172,8 +172,11 @@ class _Stagewise:
     def _evened(self, dealt: _Dealt, candidate: Candidate) -> Candidate:
         """The candidate cut inside units too, where that fits and is faster.
 
-        A stage that then holds too much is left what it was dealt out at most.
+        A stage that then holds too much is left what it was dealt out at most. Stages of several
+        chunks even each other out.
         """
+        if self.layout.num_chunks > 1:
+            return candidate
         cuts = self._even_cuts([lane.kind for lane in dealt.stages])
         # Where a stage would hold no parameter, nothing is moved.
         with suppress(UnsupportedError):
