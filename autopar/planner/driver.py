@@ -346,7 +346,14 @@ class _Outer:
             return None
         # What does not go together is no plan.
         with suppress(HintError, UnsupportedError):
-            return stagewise(self.analysis, self.request, search, self.left_s, beat_s)
+            return stagewise(
+                self.analysis,
+                self.request,
+                search,
+                self.left_s,
+                beat_s,
+                thorough=not self._is_long,
+            )
         return None
 
     @property

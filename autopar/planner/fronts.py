@@ -8,6 +8,7 @@ these solutions: what it takes and holds are those of the program that runs.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -34,6 +35,9 @@ POINTS = 6
 
 FEWER = 4
 """The same where values may wait in host memory: with such, and as many without."""
+
+INSIDE = 4
+"""Solutions inside the hull, where all are looked for."""
 
 NEAR = 0.005
 """Part of the seconds and bytes between two solutions that one between them must gain."""
@@ -66,6 +70,7 @@ def ways_of(
     units: Units,
     *,
     bound: bool,
+    thorough: bool,
     splits_backward: bool,
     time_limit_s: float,
 ) -> tuple[Way, ...]:
@@ -77,12 +82,15 @@ def ways_of(
         search: Of the mesh.
         units: Of the forward.
         bound: Whether memory binds; the fastest is the only one if not.
+        thorough: Whether to look inside the hull, too.
         splits_backward: Whether weight gradients are a section of their own.
         time_limit_s: For each run of the solver.
     """
     found = []
     fastest = search.within(None, time_limit_s)
-    for built, solution in _solutions(search, time_limit_s) if bound else [fastest]:
+    for built, solution in (
+        _solutions(search, time_limit_s, thorough=thorough) if bound else [fastest]
+    ):
         plan = decode(built, analysis, solution)
         points = _points(
             analysis, request, Kind(plan, search.cost), units, splits_backward=splits_backward
@@ -91,7 +99,9 @@ def ways_of(
     return tuple(found)
 
 
-def _solutions(search: MeshSearch, time_limit_s: float) -> list[tuple[Built, Solution]]:
+def _solutions(
+    search: MeshSearch, time_limit_s: float, *, thorough: bool
+) -> list[tuple[Built, Solution]]:
     """Solutions that are the fastest for what they hold, those that hold most first.
 
     Those without copies to the host are among them: where copies are many, less of them hides than
@@ -104,6 +114,8 @@ def _solutions(search: MeshSearch, time_limit_s: float) -> list[tuple[Built, Sol
     else:
         stays = replace(problem, link=replace(problem.link, host_limit_bytes=0.0))
         found = [s for own in (problem, stays) for s in _hull(own, FEWER, time_limit_s)]
+    if thorough:
+        found += _inside(problem, found, time_limit_s)
     # The fastest may be without copies anyway.
     apart = {(_held(own), own.objective_s): own for own in found}
     return [(built, apart[key]) for key in sorted(apart, key=lambda key: (-key[0], key[1]))]
@@ -132,6 +144,22 @@ def _hull(problem: Problem, most: int, time_limit_s: float) -> list[Solution]:
         if not between.choice or _is_on(between, left, right):
             break
         found.insert(widest + 1, between)
+    return found
+
+
+def _inside(problem: Problem, hull: Sequence[Solution], time_limit_s: float) -> list[Solution]:
+    """Solutions inside a hull: of few copies, mixtures of two of its corners may be too coarse.
+
+    Each is the fastest within a limit between the sums of two neighbours.
+    """
+    sums = sorted({max(own.memory_bytes) for own in hull})
+    found = []
+    for low, high in pairwise(sums):
+        parts = round(INSIDE * (high - low) / (sums[-1] - sums[0]))
+        for part in range(1, parts + 1):
+            limit = low + (high - low) * part / (parts + 1)
+            own = solve(replace(problem, memory_limit_bytes=limit), time_limit_s=time_limit_s)
+            found += [own] if own.choice else []
     return found
 
 

@@ -8,6 +8,8 @@ and simulated; a stage that needs more than was reckoned is given that much less
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -16,8 +18,9 @@ from itertools import pairwise
 
 from autopar.errors import UnsupportedError
 from autopar.ir.sharding import Sharding
+from autopar.lower.rows import turns_of
 from autopar.plan.records import StagePlan
-from autopar.planner.evaluate import evaluate_pipeline
+from autopar.planner.evaluate import evaluate_pipeline, predicted_memory
 from autopar.planner.fronts import Way, ways_of
 from autopar.planner.lanes import LESS, Lanes, MeshSearch
 from autopar.planner.outline import Ranks, course_of, outline
@@ -30,7 +33,9 @@ from autopar.planner.pipeline import (
     stage_without_parameter,
 )
 from autopar.planner.request import Candidate, Request
+from autopar.planner.staged import lower_some
 from autopar.planner.units import Units, divided, units_of
+from autopar.planner.update import states_on_host
 from autopar.schedules.table import schedule_named
 from autopar.search.analysis import Analysis
 from autopar.search.build import Built
@@ -39,11 +44,14 @@ from autopar.search.decode import decode
 from autopar.search.inter import solve_inter
 from autopar.search.interproblem import Choice, Family, InterProblem, Link, Place, Setting
 from autopar.search.problem import Solution
-from autopar.search.stages import split_lanes
+from autopar.search.stages import equal_lanes, split_lanes
 from cost_models.collectives import collective_s, pair_link
 
 EVENED = 2
 """Times that what was dealt out is cut more evenly; lowered in full each."""
+
+AGAIN = 2
+"""Times that stages which hold less than was reckoned are given more, of a short step."""
 
 ROUNDS = 4
 """Times that stages are dealt out again with less memory for those that need more."""
@@ -63,7 +71,13 @@ KNOWN = ("gpipe", "1f1b", "zb-h1", "interleaved", "zb-v")
 
 
 def stagewise(
-    analysis: Analysis, request: Request, search: Lanes, time_limit_s: float, beat_s: float
+    analysis: Analysis,
+    request: Request,
+    search: Lanes,
+    time_limit_s: float,
+    beat_s: float,
+    *,
+    thorough: bool = False,
 ) -> Candidate | None:
     """The fastest pipeline that fits, of stages that may differ; None where none was found.
 
@@ -73,6 +87,7 @@ def stagewise(
         search: Meshes of the stages and the schedule.
         time_limit_s: For each run of a solver.
         beat_s: Seconds of a step that it must be able to beat by enough.
+        thorough: Whether to fit the stages of an even cut, too, each by all its ways lowered.
     """
     if search.layout.schedule not in KNOWN or search.layout.hints:
         return None
@@ -80,15 +95,27 @@ def stagewise(
     each_s = search.work_s(time_limit_s) / microbatches
     if each_s * filled_s(search.layout, microbatches, FORWARD, 0.0) > (1 - WORTH) * beat_s:
         return None
-    state = _Stagewise(analysis, request, search, time_limit_s)
-    return state.run() if all(state.ways.values()) else None
+    state = _Stagewise(analysis, request, search, time_limit_s, thorough=thorough)
+    if not all(state.ways.values()):
+        return None
+    found = [
+        state.run(again=AGAIN * thorough),
+        state.cut_first() if thorough and search.is_bound else None,
+    ]
+    return min((own for own in found if own), key=lambda own: own.step_s, default=None)
 
 
 class _Stagewise:
     """Working state of `stagewise`."""
 
     def __init__(
-        self, analysis: Analysis, request: Request, search: Lanes, time_limit_s: float
+        self,
+        analysis: Analysis,
+        request: Request,
+        search: Lanes,
+        time_limit_s: float,
+        *,
+        thorough: bool,
     ) -> None:
         self.analysis = analysis
         self.request = request
@@ -104,6 +131,7 @@ class _Stagewise:
                 kind,
                 self.units,
                 bound=search.is_bound,
+                thorough=thorough,
                 splits_backward=splits,
                 time_limit_s=time_limit_s,
             )
@@ -138,28 +166,89 @@ class _Stagewise:
     def _of(self, solved: tuple[Built, Solution]) -> tuple[Built, Analysis, Solution]:
         return solved[0], self.analysis, solved[1]
 
-    def run(self) -> Candidate | None:
-        """Deal out, lower, and deal out again."""
+    def run(self, *, again: int = 0) -> Candidate | None:
+        """Deal out, lower, and deal out again.
+
+        Args:
+            again: Times that stages which hold less than was reckoned are given that much more.
+        """
         allowed = [kind.allowed for kind in self.search.searches]
-        limits = list(allowed)
+        limits, best = list(allowed), None
         for _ in range(ROUNDS):
             choice = solve_inter(self._problem(limits), gap=GAP).best
             if choice is None:
-                return None
+                break
             dealt = self._dealt(choice)
             candidate, used = self._evaluated(dealt)
+            reckoned = self._reckoned(choice)
             over = self._over(used)
             if not over:
                 if not self._fits_host(candidate):
-                    return None
-                return replace(self._evened(dealt, candidate), limited=self.search.is_bound)
-            reckoned = self._reckoned(choice)
+                    break
+                found = replace(self._evened(dealt, candidate), limited=self.search.is_bound)
+                best = found if best is None or found.step_s < best.step_s else best
+                roomier = [
+                    a + max(0.0, r - u) for a, r, u in zip(allowed, reckoned, used, strict=True)
+                ]
+                if not again or roomier <= limits:
+                    break
+                again -= 1
+                limits = [max(pair) for pair in zip(limits, roomier, strict=True)]
+                continue
             for stage in over:
                 room = used[stage] - reckoned[stage]
                 limits[stage] = min(
                     limits[stage] - LESS * allowed[stage], allowed[stage] - max(room, 0.0)
                 )
+        return best
+
+    def cut_first(self) -> Candidate | None:
+        """The even cut of what is fastest, every stage in the fastest way in which it fits."""
+        if self.layout.num_chunks > 1 or len(self.search.kinds) > 1:
+            return None
+        (kind,) = self.search.kinds
+        whole = Kind(decode(*self._of(self.fastest[kind])), kind.cost)
+        cuts = self._even_cuts([whole] * self.layout.num_stages)
+        best = [(math.inf, 0)] * self.layout.num_stages
+        for number, way in enumerate(self.ways[kind]):
+            for stage, (seconds, held) in enumerate(self._alone(way, cuts)):
+                if held <= kind.allowed:
+                    best[stage] = min(best[stage], (seconds, number))
+        if max(best)[0] == math.inf:
+            return None
+        borders = [0, *cuts, self.units.starts[-1]]
+        taken = {
+            unit: best[bisect_right(borders, start) - 1][1]
+            for unit, start in enumerate(self.units.starts[:-1])
+        }
+        dealt = self._put_together(taken, cuts)
+        with suppress(UnsupportedError):
+            candidate, used = self._evaluated(dealt)
+            if not self._over(used) and self._fits_host(candidate):
+                return replace(candidate, limited=True)
         return None
+
+    def _alone(self, way: Way, cuts: Sequence[int]) -> list[tuple[float, int]]:
+        """Seconds of a step, and bytes, of the stages that cuts make, all in one way."""
+        (kind,) = self.search.kinds
+        count = self.layout.num_stages
+        pipeline = split_lanes(self.analysis, equal_lanes(way.plan, count), cuts, self.layout.lanes)
+        lowered = lower_some(
+            self.analysis,
+            Kind(way.plan, kind.cost),
+            pipeline,
+            range(count),
+            splits_backward=schedule_named(self.layout.schedule).splits_backward,
+        )
+        rows = turns_of(self.layout.schedule, count, 1, self.microbatches)
+        found = []
+        for stage, row in enumerate(rows):
+            own, away = lowered[stage], states_on_host(pipeline.stages[stage])
+            (chunk,) = own.chunks
+            held = predicted_memory(own.together, own.peak(row), self.request.optimizer, away=away)
+            each_s = chunk.time.forward_s + chunk.time.backward_s
+            found.append((self.microbatches * each_s, held.total_bytes))
+        return found
 
     def _over(self, used: Sequence[int]) -> list[int]:
         """Stages that hold more than they may."""
@@ -275,17 +364,18 @@ class _Stagewise:
 
     def _dealt(self, choice: Choice) -> _Dealt:
         """The choice put together."""
-        search, taken = self.search, self._taken(choice)
+        cuts = tuple(self.units.starts[piece.first] for piece in choice.pieces[1:])
+        return self._put_together(self._taken(choice), cuts)
+
+    def _put_together(self, taken: Mapping[int, int], cuts: tuple[int, ...]) -> _Dealt:
+        """Units, each in a way, cut into chunks."""
+        search, lanes = self.search, self.layout.lanes
+        borders = [0, *cuts, self.units.starts[-1]]
+        lane_of = [lanes[bisect_right(borders, at) - 1] for at in self.units.starts[:-1]]
         kinds: dict[MeshSearch, Kind] = {}
         told: dict[MeshSearch, tuple[Built, Solution]] = {}
         for kind in search.kinds:
-            lanes = {s for s, own in enumerate(search.searches) if own is kind}
-            own = {
-                unit: taken[unit]
-                for piece, lane in zip(choice.pieces, choice.lanes, strict=True)
-                if lane in lanes
-                for unit in range(piece.first, piece.end)
-            }
+            own = {u: way for u, way in taken.items() if search.searches[lane_of[u]] is kind}
             ways = self.ways[kind]
             kinds[kind] = Kind(composed(self.units, [way.plan for way in ways], own), kind.cost)
             way = ways[_commonest(own)]
@@ -293,7 +383,6 @@ class _Stagewise:
             told[kind] = way.built, replace(way.solution, bound_s=bound_s, status="feasible")
         ranks = zip(search.searches, search.first_ranks, strict=True)
         stages = [Lane(kinds[kind], first) for kind, first in ranks]
-        cuts = tuple(self.units.starts[piece.first] for piece in choice.pieces[1:])
         return _Dealt(told, stages, cuts)
 
     def _evaluated(self, dealt: _Dealt) -> tuple[Candidate, tuple[int, ...]]:

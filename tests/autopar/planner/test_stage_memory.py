@@ -16,7 +16,10 @@ from tests.oracles.models import gpt2
 from tests.oracles.stagecuts import StageCuts
 
 STAGES, MICROBATCHES = 4, 8
-SLOW = (("blocks", 0.9), ("gpt2", 0.7))
+SLOW = (
+    *(("blocks", part) for part in (0.6, 0.8, 0.9)),
+    *(("gpt2", p) for p in (0.6, 0.7, 0.8, 0.9)),
+)
 
 
 class Block(nn.Module):
@@ -58,7 +61,11 @@ def kept_bytes(name: str) -> int:
 
 @pytest.mark.parametrize(
     ("name", "part"),
-    [("blocks", 0.7), *(pytest.param(*own, marks=pytest.mark.large) for own in SLOW)],
+    [
+        ("blocks", 0.64),
+        ("blocks", 0.7),
+        *(pytest.param(*own, marks=pytest.mark.large) for own in SLOW),
+    ],
 )
 def test_both_at_once_are_no_slower_than_the_cut_first_and_fit_where_whole_blocks_do(
     name: str, part: float
