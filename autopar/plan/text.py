@@ -442,9 +442,10 @@ def _two(left: RenderableType, right: RenderableType) -> RenderableType:
 
 def _search(plan: Plan) -> RenderableType:
     found = plan.search
+    modelled = f"{seconds_text(found.objective_s)} if no collective hides"
     proof = f"proven bound {seconds_text(found.bound_s)}, gap {percent_text(found.gap)}"
     facts = [
-        f"{found.status}: modelled {seconds_text(found.objective_s)}, {proof}",
+        f"{found.status}: modelled {modelled}, {proof}",
         f"searched in {seconds_text(found.seconds)}, captured in {seconds_text(found.capture_s)}",
     ]
     if found.num_classes:
