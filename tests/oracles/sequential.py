@@ -68,7 +68,12 @@ def as_it_is(search: MeshSearch) -> MeshSearch:
 def sharded_first(search: MeshSearch) -> MeshSearch:
     """The same mesh, sharded before memory is looked at."""
     return _ShardFirst(
-        search.unlimited, search.num_stages, search.cost, forced=False, limit_of=search.limit_of
+        search.unlimited,
+        search.num_stages,
+        search.cost,
+        forced=False,
+        limit_of=search.limit_of,
+        pending=search.pending,
     )
 
 
