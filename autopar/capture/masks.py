@@ -116,21 +116,22 @@ def _value(
     """
     maker = builder.maker(part)
     operands = [ref for arg in maker.args for ref in refs_in(arg)]
-    if maker.op not in _COMPARISONS or len(operands) != 2:
-        large = builder.type_of(part).num_elements > _LARGEST_ELEMENTS
-        return None if large else evaluate(builder.nodes, ancestors, part, constants)
-    left, right = (_narrowed_value(builder, ref, constants) for ref in operands)
-    if left is None or right is None:
-        return None
-    if math.prod(np.broadcast_shapes(left.shape, right.shape)) > _LARGEST_ELEMENTS:
-        return None
-    return _COMPARISONS[maker.op](left, right)
+    if maker.op in _COMPARISONS and len(operands) == 2:
+        left, right = (_narrowed_value(builder, ref, constants) for ref in operands)
+        if left is not None and right is not None:
+            elements = math.prod(np.broadcast_shapes(left.shape, right.shape))
+            return None if elements > _LARGEST_ELEMENTS else _COMPARISONS[maker.op](left, right)
+    large = builder.type_of(part).num_elements > _LARGEST_ELEMENTS
+    return None if large else evaluate(builder.nodes, ancestors, part, constants)
 
 
 def _narrowed_value(builder: Builder, ref: Ref, constants: Mapping[str, Tensor]) -> Tensor | None:
-    """A constant, one entry long in dims along which it is all the same; None if too large."""
+    """A constant, one entry long in dims along which it is all the same; None if too large.
+
+    It may take as many bytes as a mask of a byte an element.
+    """
     numbers = constant_ancestors(builder.nodes, ref)
-    if numbers is None or builder.type_of(ref).num_elements > _LARGEST_ELEMENTS:
+    if numbers is None or builder.type_of(ref).num_bytes > _LARGEST_ELEMENTS:
         return None
     return _narrowed(evaluate(builder.nodes, numbers, ref, constants))
 
@@ -177,7 +178,7 @@ def _counts(value: Tensor | None, dim: int, count: int) -> bool:
         value is not None
         and value.ndim >= -dim
         and value.numel() == value.shape[dim] == count
-        and torch.equal(value.flatten(), torch.arange(count, dtype=value.dtype))
+        and bool((value.flatten() == torch.arange(count)).all())
     )
 
 
