@@ -5,7 +5,8 @@ and again. It is made of int32 tensor ops that wrap, which give the same bits on
 
 The key is ``[seed, step]``, int64, in host memory. A stream is text that names a random op. Both
 are hashed to four 32-bit words; an element's number is mixed with them by three rounds of multiply
-and exclusive-or shift.
+and exclusive-or shift. On CUDA devices all of that is one Triton kernel where Triton is there
+(`random_triton`).
 
 A *place* says which elements of the whole a tensor holds: ``[start, per_microbatch, count,
 stride, count, stride, ...]`` as `autopar.ir.sharding.Elements`, or nothing for a whole tensor.
@@ -18,11 +19,14 @@ Source:
 from __future__ import annotations
 
 import hashlib
+import importlib
+import importlib.util
 import math
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -73,6 +77,10 @@ class _Place:
         self.outer = tuple(runs)
         assert math.prod(count for count, _ in runs) * self.width == numel, (numel, place)
 
+    def index(self, part: _Rectangle) -> int:
+        """Where a part begins in the piece."""
+        return part.rows[0] * self.width + part.columns[0]
+
     def first(self, row: int) -> int:
         """Number of a row's first element."""
         number = self.start
@@ -89,6 +97,14 @@ class _Place:
             number += (row % count) * stride
             row = row.div(count, rounding_mode="floor")
         return (number & 0xFFFFFFFF).to(torch.int32).unsqueeze(1)
+
+    def described(self, part: _Rectangle) -> list[int]:
+        """What `random_triton` wants to know of a part, as int32."""
+        left, right = part.columns
+        own = [part.rows[0], _signed(left), right - left, _signed(self.start), _signed(self.stride)]
+        for count, stride in reversed(self.outer):
+            own += [count, _signed(stride)]
+        return own
 
     def high(self, rectangle: _Rectangle) -> int | None:
         """The upper bits of all its elements' numbers; None if they differ."""
@@ -155,28 +171,72 @@ def words(
     begin, end = only or (0, numel)
     if begin == end:
         return
-    seed, step = key.tolist()
-    on_cpu = device.type == "cpu"
+    where, on_cpu = _Place(numel, place, microbatch), device.type == "cpu"
     chunk = min(end - begin, CPU_CHUNK * torch.get_num_threads() if on_cpu else GPU_CHUNK)
-    where = _Place(numel, place, microbatch)
-    column = torch.arange(min(where.width, chunk), dtype=torch.int32, device=device)
-    if where.stride != 1:
-        column *= _signed(where.stride)
-    both = torch.empty(2, chunk, dtype=torch.int32, device=device)
+    triton = _triton(where, device)
+    ops = None if triton else _Ops(where, chunk, device)
+    buffer = torch.empty(chunk, dtype=torch.int32, device=device)
+    for part, keys in _parts(key, stream, where, chunk, begin, end, word):
+        bits, at = buffer[: part.size], where.index(part)
+        if triton:
+            triton.draw(bits, where.described(part), _mixing(keys))
+        elif ops:
+            ops.draw(bits, part, keys)
+        yield at, at + part.size, bits
+
+
+def _parts(
+    key: Tensor, stream: str, where: _Place, chunk: int, begin: int, end: int, word: int = 0
+) -> Iterator[tuple[_Rectangle, tuple[int, ...]]]:
+    """Parts of a piece in order, each with its key words."""
+    seed, step = key.tolist()
     for part, high in where.rectangles(chunk, begin, end):
+        yield part, _words_of(seed, step, stream, word, high)
+
+
+def _triton(where: _Place, device: torch.device) -> ModuleType | None:
+    """The kernels that draw a piece on a device, or None where tensor ops do."""
+    if device.type != "cuda" or math.prod(count for count, _ in where.outer) >= 1 << 31:
+        return None
+    return _triton_kernels()
+
+
+@lru_cache(maxsize=1)
+def _triton_kernels() -> ModuleType | None:
+    if importlib.util.find_spec("triton") is None:
+        return None
+    return importlib.import_module("autopar.capture.random_triton")
+
+
+def _mixing(keys: Sequence[int]) -> list[int]:
+    """Key words, shifts and factors in the order in which `random_triton` reads them."""
+    mixing = [keys[0]]
+    for (shift, factor), key in zip(_ROUNDS, keys[1:], strict=True):
+        mixing += [shift, _signed(factor), key]
+    return [*mixing, _LAST_SHIFT]
+
+
+class _Ops:
+    """Draws by tensor ops, with what they need beside the numbers."""
+
+    def __init__(self, where: _Place, chunk: int, device: torch.device) -> None:
+        self._where = where
+        self._spare = torch.empty(chunk, dtype=torch.int32, device=device)
+        self._column = torch.arange(min(where.width, chunk), dtype=torch.int32, device=device)
+        if where.stride != 1:
+            self._column *= _signed(where.stride)
+
+    def draw(self, bits: Tensor, part: _Rectangle, keys: Sequence[int]) -> None:
+        """Fill an int32 tensor with 32 random bits for each of a part's elements."""
         (top, bottom), (left, right) = part.rows, part.columns
-        width = right - left
-        mixed, shifted = both[0, : part.size], both[1, : part.size]
-        keys = _words_of(seed, step, stream, word, high)
+        column = self._column[: right - left]
         if bottom - top == 1:
-            first = where.first(top) + left * where.stride + keys[0]
-            torch.add(column[:width], _signed(first), out=mixed)
+            first = self._where.first(top) + left * self._where.stride + keys[0]
+            torch.add(column, _signed(first), out=bits)
         else:
-            firsts = where.firsts(top, bottom, device).add_(keys[0])
-            torch.add(column[:width], firsts, out=mixed.view(bottom - top, width))
-        _mix(mixed, shifted, keys[1:])
-        at = top * where.width + left
-        yield at, at + part.size, mixed
+            firsts = self._where.firsts(top, bottom, bits.device).add_(keys[0])
+            torch.add(column, firsts, out=bits.view(bottom - top, right - left))
+        _mix(bits, self._spare[: part.size], keys[1:])
 
 
 def _mix(value: Tensor, spare: Tensor, keys: Sequence[int]) -> None:
@@ -206,9 +266,16 @@ def dropout(
     """Each element times ``1 / (1 - p)``, or zero with probability p."""
     given = value.contiguous().view(-1)
     out = torch.empty_like(given)
-    limit = _kept_below(p)
+    limit, scale = _kept_below(p), 1.0 / (1.0 - p) if p < 1.0 else 0.0
+    where = _Place(given.numel(), place, microbatch)
+    triton = _triton(where, given.device) if value.dtype in _MANTISSA_BITS else None
+    if triton:
+        for part, keys in _parts(key, stream, where, triton.LARGEST, 0, given.numel()):
+            own = slice(at := where.index(part), at + part.size)
+            about = where.described(part), _mixing(keys)
+            triton.drop(out[own], given[own], limit, scale, *about)
+        return out.view(value.shape)
     zero = torch.zeros((), dtype=value.dtype, device=value.device)
-    scale = 1.0 / (1.0 - p) if p < 1.0 else 0.0
     for begin, end, bits in words(key, stream, given.numel(), place, microbatch, given.device):
         torch.where(bits < limit, given[begin:end], zero, out=out[begin:end])
         out[begin:end].mul_(scale)

@@ -55,9 +55,11 @@ def test_the_same_is_drawn_on_cuda_as_on_the_cpu() -> None:
     from autopar.capture.random import make_key
 
     key, there = make_key(3, 1), torch.device("cuda")
-    value, place = torch.randn(40, 1000), [500, 0, 40, 2000, 1000, 1]
-    here = torch.ops.autopar.dropout(value, key, "a", 0.3, place)
-    assert torch.equal(torch.ops.autopar.dropout(value.cuda(), key, "a", 0.3, place).cpu(), here)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        value, place = torch.randn(40, 1000).to(dtype), [500, 0, 40, 2000, 1000, 1]
+        here = torch.ops.autopar.dropout(value, key, "a", 0.3, place)
+        drawn = torch.ops.autopar.dropout(value.cuda(), key, "a", 0.3, place)
+        assert torch.equal(drawn.cpu(), here)
     for dtype in (torch.float32, torch.float64):
         for draw in (kernels.uniform, kernels.normal):
             found = [draw(key, "a", (5000,), dtype, d).cpu() for d in (torch.device("cpu"), there)]
