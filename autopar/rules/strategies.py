@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from autopar.ir.graph import Graph, Ref, TensorType
+from autopar.ir.graph import CONSTANT, SOURCE_OPS, Graph, Ref, TensorType
 from autopar.ir.sharding import (
     WHOLE,
     AxisSharding,
@@ -287,7 +287,9 @@ _Near = Mapping[int, Mapping[tuple[int, int], None]]
 class Dims:
     """Classes of dims and factors that are the same index, and how merged ones contain others.
 
-    A dim that is one factor belongs to the factor's class; only merged dims link two classes.
+    A dim that is one factor belongs to the factor's class; only merged dims link two classes. What
+    depends on no input, parameter or buffer (zeros, an arange) is made once for all that want one
+    of its shape, so that its dims learn from each of them and teach none.
     """
 
     def __init__(self, graph: Graph, rules: Mapping[str, Rule]) -> None:
@@ -296,11 +298,16 @@ class Dims:
         self.first_dim: dict[Ref, int] = {}
         self.factors: dict[str, dict[str, int]] = {}
         self.links: list[tuple[int, int, int]] = []
+        self.taught: list[tuple[int, int]] = []
+        self._made_alone: set[str] = set()
         for node in graph.nodes:
             for index, kind in enumerate(node.outputs):
                 self.first_dim[Ref(node.name, index)] = self._add(kind.shape)
         for node in graph.nodes:
             rule = rules.get(node.name)
+            alone = node.op == CONSTANT or node.op not in SOURCE_OPS
+            if alone and all(ref.node in self._made_alone for ref in node.operands):
+                self._made_alone.add(node.name)
             if rule is not None:
                 values = node.operands + tuple(Ref(node.name, i) for i in range(len(node.outputs)))
                 self._join(node.name, rule, values)
@@ -315,12 +322,20 @@ class Dims:
         own: dict[str, int] = {}
         for ref, dims in zip(values, rule.operands + rule.outputs, strict=True):
             first = self.first_dim[ref]
+            if ref.node in self._made_alone and name not in self._made_alone:
+                first = self._read(first, len(dims))
             for at, dim in enumerate(dims):
                 if len(dim) == 1:
                     self._one(rule, own, dim[0], first + at)
                 elif dim:
                     self._merged(rule, own, dim, first + at)
         self.factors[name] = own
+
+    def _read(self, made: int, count: int) -> int:
+        """Dims of a value as one of its readers has them, which teach those of the value."""
+        first = self._add(self.size[made : made + count])
+        self.taught += [(first + at, made + at) for at in range(count)]
+        return first
 
     def _one(self, rule: Rule, own: dict[str, int], factor: str, dim: int) -> None:
         if factor in rule.whole:
@@ -369,6 +384,7 @@ class Dims:
                     queue.append((part, piece))
             for merged, before in outer.get(at, ()):
                 queue.append((merged, (cut[0] * before, cut[1])))
+            queue.extend((made, cut) for made in self._taught.get(at, ()))
         return known
 
     @cached_property
@@ -381,6 +397,14 @@ class Dims:
             inner.setdefault(a, {})[(b, before)] = None
             outer.setdefault(b, {})[(a, before)] = None
         return inner, outer
+
+    @cached_property
+    def _taught(self) -> Mapping[int, Mapping[int, None]]:
+        """Classes of the dims that a reader's teach, in order."""
+        found: dict[int, dict[int, None]] = {}
+        for reader, made in self.taught:
+            found.setdefault(self.find(reader), {})[self.find(made)] = None
+        return found
 
     def by_node(self, known: Mapping[int, Mapping[Cut, None]]) -> dict[str, dict[str, Cuts]]:
         shared = {at: frozenset(cuts) for at, cuts in known.items()}

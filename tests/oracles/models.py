@@ -114,7 +114,7 @@ def bert(layers: int = 2, dropout: float = 0.0) -> Built:
     return model, {"input_ids": ids, "attention_mask": mask, "labels": labels}, output_loss
 
 
-def t5(layers: int = 2, dropout: float = 0.0) -> Built:
+def t5(layers: int = 2, dropout: float = 0.0, batch: int = 4) -> Built:
     """Encoder and decoder, one embedding for both and for the head."""
     from transformers import T5Config, T5ForConditionalGeneration
 
@@ -132,8 +132,8 @@ def t5(layers: int = 2, dropout: float = 0.0) -> Built:
         use_cache=False,
     )
     model = T5ForConditionalGeneration(config).train()
-    ids = torch.randint(1, 40, (4, 8))
-    labels = torch.randint(1, 40, (4, 6))
+    ids = torch.randint(1, 40, (batch, 8))
+    labels = torch.randint(1, 40, (batch, 6))
     labels[1, 4:] = -100
     return model, {"input_ids": ids, "labels": labels}, output_loss
 

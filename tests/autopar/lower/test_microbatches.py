@@ -18,7 +18,7 @@ from autopar.search.decode import decode
 from autopar.search.intra import solve
 from autopar.search.restrict import Restrictions
 from cost_models.cluster import Cluster
-from tests.oracles.models import MODELS, Built, mlp
+from tests.oracles.models import MODELS, Built, mlp, t5
 from tests.oracles.pipeline import assert_exact, variants_of
 from tests.oracles.random_plans import random_stage
 from tests.oracles.slow import slow_core
@@ -54,6 +54,12 @@ def exact(built: Built, mesh: Mesh) -> BuiltProblem:
 @pytest.mark.parametrize("name", MODELS)
 def test_two_microbatches_are_exact(name: str, mesh: str) -> None:
     exact(MODELS[name](), MESHES[mesh].with_time(2))
+
+
+@pytest.mark.parametrize("mesh", ["one rank", "dp"])
+def test_as_many_samples_as_positions_are_cut_all_the_same(mesh: str) -> None:
+    """The zeros that labels are shifted into and those of the positions are one node."""
+    exact(t5(batch=6), MESHES[mesh].with_time(3))
 
 
 class Scaled(nn.Module):

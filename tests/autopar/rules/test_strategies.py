@@ -191,6 +191,23 @@ def test_batch_is_followed_forward_and_into_new_values() -> None:
     assert sequence["f0"] == {"m": frozenset({(BATCH, SEQ)})}
 
 
+def test_what_is_made_of_nothing_joins_none_of_its_readers() -> None:
+    kind = _float(BATCH, BATCH)
+    nodes = (
+        Node(name="x", op="input", outputs=(kind,), target="x"),
+        Node(name="w", op="parameter", outputs=(kind,), target="w"),
+        _node("zeros", "aten.full.default", ((BATCH, BATCH), 0.0), kind),
+        _node("u", "aten.exp.default", (Ref("zeros"),), kind),
+        _node("a", "aten.add.Tensor", (Ref("u"), Ref("x")), kind),
+        _node("b", "aten.add.Tensor", (Ref("u"), Ref("w")), kind),
+    )
+    graph = Graph(nodes=nodes, loss=None)
+    rules = {n.name: rule_for(n, tuple(map(graph.type_of, n.operands))) for n in nodes[2:]}
+    own = {"d0": frozenset({(1, BATCH)})}
+    found = trace_factor(graph, rules, {Ref("x"): (0, 1, BATCH)})
+    assert found == {"zeros": own, "u": own, "a": own, "b": {}}
+
+
 def test_a_piece_that_a_view_cuts_across_is_dropped() -> None:
     kind, other = _float(6, 4), _float(4, 6)
     nodes = (
