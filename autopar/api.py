@@ -34,7 +34,7 @@ from autopar.lower.spmd import Crossing
 from autopar.optim import BUCKET_ELEMENTS, AdamW
 from autopar.options import ADAMW, OptimizerSpec, Options, rules_by_op
 from autopar.plan.check import check
-from autopar.plan.records import NodePlan, Plan
+from autopar.plan.records import NodePlan, ParameterPlan, Plan
 from autopar.plan.serialize import from_json, to_json
 from autopar.planner.alone import best_plan
 from autopar.planner.driver import make_plan
@@ -503,11 +503,9 @@ class _Compiler:
         if len(plan.stages) > 1 or plan.idle_ranks:
             self.peers = StagePeers(own, tuple(firsts), self.session.mail())
         stored, homes = {}, {}
-        for stage in range(plan.num_stages) if own is None else (own,):
-            num_axes = len(plan.meshes[stage].space.sizes)
-            for parameter in (p for c in plan.chunks_of(stage).values() for p in c.parameters):
-                stored[parameter.name] = parameter.stored[:num_axes]
-                homes[parameter.name] = made[stage]
+        for stage, parameter in self._listed(plan, own):
+            stored[parameter.name] = parameter.stored[: len(plan.meshes[stage].space.sizes)]
+            homes[parameter.name] = made[stage]
         groups = made[own or 0]
         seed = self._seed()
         state = shard_model(
@@ -525,6 +523,25 @@ class _Compiler:
             homes=homes,
         )
         parallel.adopt(plan, groups, state, self.job.spec, seed=seed)
+
+    def _listed(self, plan: Plan, own: int | None) -> list[tuple[int, ParameterPlan]]:
+        """The parameters that this rank lists, with their stages: those of its own stage.
+
+        An idle rank lists all. A stage of frozen parameters alone also lists what others train, so
+        that an optimizer of what is trained finds parameters on every rank.
+        """
+        everything = [
+            (stage, parameter)
+            for stage in range(plan.num_stages)
+            for chunk in plan.chunks_of(stage).values()
+            for parameter in chunk.parameters
+        ]
+        if own is None:
+            return everything
+        trained = {name for name, p in self.job.model.named_parameters() if p.requires_grad}
+        away = [(stage, p) for stage, p in everything if stage != own and p.name in trained]
+        listed = [(stage, p) for stage, p in everything if stage == own]
+        return listed if any(p.name in trained for _, p in listed) else listed + away
 
     def _digest_of_weights(self) -> str:
         model = self.job.model

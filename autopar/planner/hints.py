@@ -216,8 +216,8 @@ def _check_microbatches(graph: Graph, count: int) -> None:
         if each * (count - 1) >= samples:
             raise HintError(
                 f"cannot cut the batch into {count} microbatches: input {node.target!r} has "
-                f"{samples} samples, so {count} microbatches of {each} would leave one empty; use "
-                f"at most {-(-samples // each)}"
+                f"{samples} sample{'s' if samples > 1 else ''}, so {count} microbatches of {each} "
+                f"would leave one empty; use at most {-(-samples // each)}"
             )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from autopar.errors import AutoparError
-from autopar.runtime.groups import results_group
+from autopar.runtime.groups import results_group, this_session
 from autopar.runtime.host import by_device, computes_on
 
 
@@ -28,10 +28,11 @@ def clip_grad_norm_(
 
     Every logical element counts once: shards are summed over their axes, replicas are not, a tied
     parameter is one. The norm is a plain 0-d tensor, bitwise equal on every rank. All ranks must
-    call it.
+    call it, one whose stage has none of the parameters too.
 
     Args:
-        parameters: A module, or parameters whose ``.grad`` is clipped.
+        parameters: A module, or parameters whose ``.grad`` is clipped; none on the ranks of a stage
+            that has none of them.
         max_norm: Largest norm allowed.
         norm_type: The p of the p-norm; ``inf`` for the largest magnitude.
         error_if_nonfinite: Whether a norm that is not finite is an error.
@@ -72,21 +73,29 @@ class _Everyone:
 
     Attributes:
         group: Of all ranks.
+        device: Where it exchanges.
         speaks: Whether this rank tells the others of the parameters of its mesh.
     """
 
     group: Any
+    device: torch.device
     speaks: bool
 
 
 def _everyone(parameters: list[Tensor]) -> _Everyone | None:
-    """All ranks, if the parameters lie on some of them only: on one stage, or idle ranks exist."""
-    for parameter in parameters:
-        if isinstance(parameter, DTensor):
-            group = results_group(parameter.device_mesh)
-            first = int(parameter.device_mesh.mesh.flatten()[0])
-            return None if group is None else _Everyone(group, dist.get_rank() == first)
-    return None
+    """All ranks, if the parameters lie on some of them only: on one stage, or idle ranks exist.
+
+    Where there are none at all, they lie on other ranks.
+    """
+    meshes = [p.device_mesh for p in parameters if isinstance(p, DTensor)]
+    if parameters and not meshes:
+        return None
+    mesh = meshes[0] if meshes else None
+    group, session = results_group(mesh), this_session()
+    if group is None or session is None:
+        return None
+    speaks = mesh is not None and session.rank == int(mesh.mesh.flatten()[0])
+    return _Everyone(group, session.device, speaks)
 
 
 def _local(gradient: Tensor) -> Tensor:
@@ -99,7 +108,10 @@ def _total_norm(gradients: list[Tensor], norm_type: float, everyone: _Everyone |
     for gradient in filter(_is_here, gradients):
         by_axes.setdefault(_split_axes(gradient), []).append(_local(gradient))
     infinite = norm_type == float("inf")
-    device = computes_on(gradients[0]) if gradients else torch.device("cpu")
+    if everyone is not None:
+        device = everyone.device
+    else:
+        device = computes_on(gradients[0])
     total = torch.zeros((), dtype=torch.float32, device=device)
     for axes, locals_ in sorted(by_axes.items(), key=lambda item: repr(item[0])):
         # An empty shard has no largest element.

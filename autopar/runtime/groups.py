@@ -445,12 +445,23 @@ _MAIL = ("mail",)
 """Where a session owns its `MailGroups`."""
 
 
-def results_group(mesh: DeviceMesh) -> Any:
-    """Open group of all ranks for values that lie on a mesh; None where it holds all ranks."""
-    session = _SESSIONS.get(dist.group.WORLD) if dist.is_initialized() else None
-    if session is None or session._mail is None or mesh.size() == session.world_size:
+def results_group(mesh: DeviceMesh | None) -> Any:
+    """Open group of all ranks for values that lie on a mesh; None where it holds all ranks.
+
+    Args:
+        mesh: Where the values lie; None where this rank has none of them.
+    """
+    session = this_session()
+    if session is None or session._mail is None:
+        return None
+    if mesh is not None and mesh.size() == session.world_size:
         return None
     return group_named(session._mail.down)
+
+
+def this_session() -> Session | None:
+    """The session of this process, if it has compiled anything."""
+    return _SESSIONS.get(dist.group.WORLD) if dist.is_initialized() else None
 
 
 def group_named(name: Any) -> Any:

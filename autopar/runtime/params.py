@@ -70,14 +70,14 @@ def shard_model(
             their values are the model's, cast.
         aliases: Second names of tied parameters and buffers to the first.
         groups: Groups of the plan's mesh.
-        coordinates: This rank's place on it; None on an idle rank, which has the parameters as
-            DTensors of which it holds no element.
+        coordinates: This rank's place on it; None on an idle rank.
         device: Where the tensors go.
         on_host: Names of parameters that stay in host memory.
         init: Fills a model on meta; the default is `initialize.default_init`.
         seed: Seed of ``init``.
         owned: First names of the parameters this rank has; None for all.
-        homes: Groups of the meshes of parameters by first name, where that is not ``groups``.
+        homes: Groups of the meshes of parameters by first name, where that is not ``groups``. Of a
+            DTensor on a mesh that this rank is not on, it holds no element.
 
     Raises:
         AutoparError: Nothing fills a parameter or buffer on meta.
@@ -88,8 +88,14 @@ def shard_model(
     def is_owned(name: str) -> bool:
         return owned is None or name in owned or name not in shapes
 
+    def home_of(name: str) -> MeshGroups:
+        return (homes or {}).get(name, groups)
+
+    def is_away(name: str) -> bool:
+        return name in shapes and home_of(name).device_mesh.get_coordinate() is None
+
     def rows(name: str) -> Sequence[int] | None:
-        if coordinates is None or not is_owned(name):
+        if coordinates is None or not is_owned(name) or is_away(name):
             return () if name in shapes else None
         splits = dim_splits(stored.get(name, everything), 0)
         return local_indices(shapes[name][0], splits, coordinates) if splits else None
@@ -100,8 +106,9 @@ def shard_model(
             continue
         sharding = stored.get(name, everything) if name in shapes else everything
         dtype = (dtypes or {}).get(name, full.dtype)
-        absent = coordinates is None and name in shapes
-        piece = full.new_empty(0) if absent else local_piece(full, sharding, coordinates or ())
+        piece = (
+            full.new_empty(0) if is_away(name) else local_piece(full, sharding, coordinates or ())
+        )
         kept[name] = at_home(piece, device, dtype) if name in on_host else piece.to(device, dtype)
     parameters: dict[str, nn.Parameter] = {}
     for name, old in model.named_parameters(remove_duplicate=False):
@@ -110,9 +117,8 @@ def shard_model(
             continue
         if owner not in parameters:
             sharding = stored.get(owner, everything)
-            home = (homes or {}).get(owner, groups)
             parameters[owner] = as_parameter(
-                kept[owner], old.shape, sharding, home, old.requires_grad
+                kept[owner], old.shape, sharding, home_of(owner), old.requires_grad
             )
         parameters[name] = parameters[owner]
     buffers = {

@@ -41,7 +41,7 @@ def interleaved(lanes: int, chunks: int, microbatches: int) -> Schedule:
     """Lane i holds the chunks i, i + S, ...; runs of S microbatches pass each chunk in turn.
 
     Lane i does ``2 (S - i - 1) + (v - 1) S`` forwards, then one forward, one backward in turn. The
-    microbatches are a multiple of the lanes.
+    microbatches are a multiple of the lanes, or fewer: then they are one run.
 
     Source:
         Narayanan et al., SC 2021, section 2.2, and the order of Megatron-LM.
@@ -50,7 +50,7 @@ def interleaved(lanes: int, chunks: int, microbatches: int) -> Schedule:
         (chunk, start + m)
         for start in range(0, microbatches, lanes)
         for chunk in range(chunks)
-        for m in range(lanes)
+        for m in range(min(lanes, microbatches))
     ]
     rows = []
     for lane in range(lanes):

@@ -76,7 +76,7 @@ class ScheduleSpec:
         lane_of_chunk: Lane of a chunk, of chunk and number of lanes.
         least_chunks: Fewest chunks a lane; `most_chunks` the most, None for any.
         splits_backward: The backward is an input-gradient and a weight-gradient action.
-        whole_rounds: The microbatches must be a multiple of the lanes.
+        whole_rounds: The microbatches must be a multiple of the lanes, or fewer.
         uses_max_live: It does with fewer live microbatches; others refuse what is too few.
     """
 
@@ -141,12 +141,12 @@ class ScheduleSpec:
                 f"{where} with {size.lanes} stages of {size.chunks} chunks: the model has "
                 f"{num_ops} ops to cut it at; use fewer stages or chunks"
             )
-        if self.whole_rounds and size.microbatches % size.lanes:
-            below = size.microbatches // size.lanes * size.lanes
-            fit = f"{below} or {below + size.lanes}" if below else f"{size.lanes}"
+        rounds, rest = divmod(size.microbatches, size.lanes)
+        if self.whole_rounds and rounds and rest:
+            below = rounds * size.lanes
             raise UnsupportedError(
                 f"{where} with {size.microbatches} microbatches on {size.lanes} stages: it is not "
-                f"a multiple; use {fit} microbatches, or '1f1b'"
+                f"a multiple; use {below} or {below + size.lanes} microbatches, or '1f1b'"
             )
         if size.max_live is not None and not self.uses_max_live:
             need = -(-max(self.live_bounds(size)) // size.chunks)

@@ -66,10 +66,11 @@ def short_batches(hints: Sequence[Any]) -> None:
         assert_gradients(gradients(parallel), size)
 
 
-@pytest.mark.parametrize("degrees", [{"dp": 2, "tp": 1}, {"pp": 2, "dp": 1, "tp": 1}])
-def test_a_last_batch_takes_fewer_microbatches(pool: Any, degrees: dict[str, int]) -> None:
-    hints = (hint.degrees(**degrees), hint.microbatches(4), hint.schedule("1f1b"))
-    pool(2).run(short_batches, hints)
+@pytest.mark.parametrize("layout", ["dp2", "pp2-1f1b", "pp2-interleaved"])
+def test_a_last_batch_takes_fewer_microbatches(pool: Any, layout: str) -> None:
+    degrees, _, schedule = layout.partition("-")
+    asked = {"dp2": hint.degrees(dp=2, tp=1), "pp2": hint.degrees(pp=2, dp=1, tp=1)}[degrees]
+    pool(2).run(short_batches, (asked, hint.microbatches(4), hint.schedule(schedule or "1f1b")))
 
 
 def without_batch(layout: str) -> None:
@@ -211,22 +212,49 @@ def test_frozen_parameters_stay(pool: Any, layout: str) -> None:
     pool(2).run(frozen_before, layout)
 
 
-def frozen_stage() -> float:
-    model, batch, loss = mlp()
-    model.requires_grad_(False)
-    model.down.requires_grad_(True)
-    hints = HINTS["pp2mb2-zb-v"]
+def frozen_stage(first: bool) -> tuple[float, float, bool, int]:
+    """Usual lines around a model of which one of two stages is frozen: the norms, and more."""
+
+    def frozen() -> tuple[nn.Module, Any, Any]:
+        model, batch, loss = mlp()
+        model.requires_grad_(False)
+        (model.down if first else model.up).requires_grad_(True)
+        return model, batch, loss
+
+    model, batch, loss = frozen()
+    hints = HINTS["pp2mb2-1f1b"]
     parallel = autopar.compile(model, autopar.Cluster.local(2), batch, loss=loss, hints=hints)
+    optimizer = adamw([p for p in parallel.parameters() if p.requires_grad])
+    one, _, _ = frozen()
+    reference = adamw([p for p in one.parameters() if p.requires_grad])
+    for _ in range(2):
+        parallel(batch).backward()
+        loss(one, batch).backward()
+        norm = autopar.clip_grad_norm_([p for p in parallel.parameters() if p.requires_grad], 0.1)
+        expected = nn.utils.clip_grad_norm_(one.parameters(), 0.1)
+        assert_close(norm, expected, 1e-5, "norm")
+        optimizer.step()
+        reference.step()
+        optimizer.zero_grad()
+        reference.zero_grad()
+    held = {n: p for n, p in parallel.named_parameters() if p.to_local().numel()}
+    for name, parameter in held.items():
+        assert_close(whole(parameter), one.get_parameter(name), 1e-4, name)
+    # Names that no stage but the other has.
     parallel(batch).backward()
-    for name, gradient in gradients(parallel).items():
-        assert name.startswith("down.")
-        assert_gradients({name: gradient})
-    return float(autopar.clip_grad_norm_(parallel, 1.0))
+    named = [p for n, p in held.items() if p.requires_grad]
+    again = autopar.clip_grad_norm_(named, 1.0)
+    get_state_dict(parallel, optimizer)
+    return float(norm), float(again), bool(named), len(held)
 
 
-def test_a_stage_of_frozen_parameters_takes_part(pool: Any) -> None:
-    first, second = pool(2).run(frozen_stage, timeout_s=60)
-    assert first == second > 0
+@pytest.mark.parametrize("first", [True, False])
+def test_a_stage_of_frozen_parameters_takes_part(pool: Any, first: bool) -> None:
+    (norm, again, *mine), (other, too, *others) = pool(2).run(frozen_stage, first, timeout_s=60)
+    assert norm == other > 0
+    assert again == too > 0
+    assert [mine[0], others[0]] == [not first, first]
+    assert mine[1] and others[1]
 
 
 def loss_and_more(model: Any, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:

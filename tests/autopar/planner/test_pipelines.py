@@ -208,7 +208,7 @@ def test_more_cuts_than_stages_of_one_chunk_ask_for_several() -> None:
         ([hint.cut_before("3"), hint.degrees(pp=1)], "there is one stage"),
         ([hint.stage("3", 4)], "use 0 to 3"),
         ([hint.stage("7", 0), hint.schedule("gpipe"), hint.stage("0", 1)], "ask"),
-        ([hint.schedule("interleaved"), hint.degrees(pp=4), hint.microbatches(2)], "multiple"),
+        ([hint.schedule("interleaved"), hint.degrees(pp=2), hint.microbatches(3)], "multiple"),
     ],
 )
 def test_pipelines_that_cannot_be_are_refused(hints: list[hint.Hint], said: str) -> None:
