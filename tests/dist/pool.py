@@ -49,6 +49,7 @@ class Pool:
         self.world_size = world_size
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._start()
 
     def run(
@@ -100,9 +101,12 @@ class Pool:
         for connection in self._connections:
             connection.close()
         self._processes, self._connections = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
 
     def _start(self) -> None:
-        folder = tempfile.mkdtemp(prefix="autopar_pool_")
+        self._folder = tempfile.TemporaryDirectory(prefix="autopar_pool_")
+        folder = self._folder.name
         address = str(Path(folder) / "socket")
         # The store lives here, as torchrun's does in its agent: it outlives every rank.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
