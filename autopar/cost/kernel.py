@@ -46,6 +46,9 @@ _FORWARD = frozenset({"autopar.attention.default", "autopar.attention_dropout.de
 _FORWARD_FLAG_AT = 4
 _BACKWARD_FLAG_AT = 7
 
+QUERIES = 2
+"""Dim of the first result of an attention, and of its gradient, that counts queries."""
+
 KernelSeconds = Callable[[str, tuple[TensorType, ...], tuple[TensorType, ...], bool, int], float]
 """Seconds of a kernel: (op, types it reads, types it writes, causal, FLOPs)."""
 

@@ -67,6 +67,8 @@ class Builder:
         lasting: Whether what is made outlives the whole that it may be a piece of: a piece is then
             copied, so that it does not hold the whole.
         chunk: Chunk of the model that is being lowered; ``suffix`` ends the names of its values.
+        flops: Operations of the rank's part of the node that is being lowered, by its op: what is
+            emitted around that op only moves bytes.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class Builder:
         self.sections: dict[Ref, Section] = {}
         self.purpose = "activations"
         self.lasting = False
-        self.flops = 0
+        self.flops: Mapping[str, int] = {}
         self._instructions: list[Instruction] = []
         self._results: dict[int, Ref] = {}
         self._taken: dict[str, int] = {}
@@ -116,7 +118,6 @@ class Builder:
         kwargs: Mapping[str, Arg] | None = None,
         *,
         name: str = "",
-        flops: int = 0,
     ) -> tuple[Ref, ...]:
         """Emit an op; its results in order."""
         once = self.section is Section.PROLOGUE and self.mesh.time_axis is not None
@@ -132,7 +133,7 @@ class Builder:
                 origin=self.origin,
                 phase=self.phase,
                 view=op in VIEW_OPS,
-                flops=flops,
+                flops=self.flops.get(op, 0),
                 purpose=self.purpose,
                 section=self.section,
                 chunk=self.chunk,

@@ -600,7 +600,10 @@ class _Lowering:
         )
         self._enter(node.name, section)
         self.build.purpose = "activations"
+        own = own_part(rule.flops, op.mesh, (*op.operands, *op.outputs), op.coordinates)
+        self.build.flops = {_LOCAL_NAMES.get(node.op, node.op): own}
         refs = self._expanded(op, rule) or self._plain(op, rule)
+        self.build.flops = {}
         for index, (ref, sharding) in enumerate(zip(refs, plan.outputs, strict=True)):
             self.there.setdefault(Ref(node.name, index), {})[section, sharding] = ref
 
@@ -615,14 +618,12 @@ class _Lowering:
     def _plain(self, op: LocalOp, rule: Rule) -> tuple[Ref, ...]:
         args, kwargs = rule.local_args(op) if rule.local_args else (op.args(), op.kwargs())
         outs = tuple(op.output_type(index) for index in range(len(op.node.outputs)))
-        flops = own_part(rule.flops, op.mesh, (*op.operands, *op.outputs), op.coordinates)
         return self.build.call_many(
             _LOCAL_NAMES.get(op.node.op, op.node.op),
             tuple(args),
             outs,
             kwargs,
             name=op.node.name,
-            flops=flops,
         )
 
     def _root(self, ref: Ref) -> Alias:

@@ -375,13 +375,28 @@ def simulate_loop(program: Program, priced: Prices, repeats: Repeats = ONCE) -> 
     """What a program of any number of microbatches takes.
 
     Two microbatches are written out: the second holds all that a later one holds, and what it adds
-    to the seconds is what each of the others adds.
+    to the seconds is what each of the others adds. It may also hide what the first left idle, as
+    the host is further ahead behind it; that is not there to be hidden again, so that another one
+    adds no less than it computes, and no less than the host takes to issue it.
     """
     if program.microbatches == 1:
         return simulate(program, priced, repeats)
     once, twice = (simulate(unroll(program, in_order(times)), priced, repeats) for times in (1, 2))
-    more = program.microbatches - 2
-    return _summed(twice, ((twice, 1 + more), (once, -more)))
+    return _summed(twice, ((twice, 1), (_added(once, twice, priced), program.microbatches - 2)))
+
+
+def _added(once: Simulation, twice: Simulation, priced: Prices) -> Simulation:
+    """What a microbatch adds, of simulations of one and of two."""
+    added = _summed(twice, ((twice, 1), (once, -1)))
+    idle = {name: max(0.0, getattr(added, name)) for name in _IDLE}
+    busy_s = added.compute_s + sum(idle.values())
+    issued_s = added.num_launched * priced.host_op_s
+    idle["host_s"] += max(0.0, issued_s - busy_s)
+    return replace(added, **idle, seconds=max(busy_s, issued_s))
+
+
+_IDLE = ("slowed_s", "exposed_s", "host_s")
+"""What a program takes beside its kernels."""
 
 
 _SUMS = (

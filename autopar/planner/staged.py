@@ -17,6 +17,7 @@ from autopar.lower.chunks import lower_chunks, on_one_rank
 from autopar.lower.held import Loop
 from autopar.lower.overlap import overlap
 from autopar.lower.program import Message, Program, ProgramInput, Section
+from autopar.lower.ranks import slowest_coordinates
 from autopar.lower.rows import turns_of
 from autopar.lower.simulate import Simulation, entered_bytes, prices, simulate
 from autopar.lower.spmd import Crossing, Facts, facts_of
@@ -274,8 +275,9 @@ def _lower_stage(
 ) -> LoweredStage:
     """Lower the chunks of one stage."""
     priced = prices(cost.device, cost.collective_s)
+    coordinates = slowest_coordinates(analysis.graph, list(held.values()))
     programs = lower_chunks(
-        analysis.graph, analysis.rules, held, cost.mesh.fullest, cost.collective_s, *shared
+        analysis.graph, analysis.rules, held, coordinates, cost.collective_s, *shared
     )
     chunks = []
     for number, program in zip(sorted(held), programs, strict=True):
