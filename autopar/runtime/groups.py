@@ -13,6 +13,7 @@ What bounds a wait:
   within ``NAMING_S``;
 * a rank that fails in a call and lives on gives the others ``SETTLE_S`` to fail alike, then closes
   its groups, that of exchanges too;
+* a process that ends after a failure gives its groups ``ENDING_S`` to be freed;
 * a rank that compiles a new step while another runs an old one (their batches differ) fails after
   ``SETTLE_S``.
 """
@@ -42,11 +43,14 @@ from autopar.errors import AutoparError, BatchError, ClusterError, RuntimeFailur
 from autopar.ir.sharding import Mesh
 from autopar.runtime.module import AxisGroup
 
+_c10d = torch.ops._c10d_functional
+
 PHASE_TIMEOUT_S = 1800.0
 STEP_TIMEOUT_S = 600.0
 SETTLE_S = 10.0
 BEAT_S = 1.0
 NAMING_S = 15.0
+ENDING_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -309,7 +313,7 @@ class Session:
             alike = False
         self._epoch += 1
         if not alike:
-            self.close(str(error) or type(error).__name__)
+            self.close(str(error) or type(error).__name__, _tensors_of(error))
         return error
 
     def _all_failed_as(self, status: Mapping[str, Any]) -> bool:
@@ -324,8 +328,13 @@ class Session:
         found = (json.loads(self.store.get(key)) for key in keys)
         return all(other[what] == status[what] for other in found for what in ("action", "entered"))
 
-    def close(self, reason: str) -> None:
-        """Close the groups of all programs and exchanges: ranks that wait in them fail at once."""
+    def close(self, reason: str, begun: Sequence[torch.Tensor] = ()) -> None:
+        """Close the groups of all programs and exchanges: ranks that wait in them fail at once.
+
+        Args:
+            reason: What went wrong, for later calls.
+            begun: What collectives that nobody will wait for may have made.
+        """
         self._closed = self._closed or reason or "closed"
         owned, self._owned = self._owned, {}
         self._meshes.clear()
@@ -335,13 +344,16 @@ class Session:
         groups += [] if control is None else [control]
         del control
         # Freeing a group waits for its running collectives, which may themselves hang.
-        threading.Thread(target=_destroy, args=(groups,), daemon=True).start()
+        thread = threading.Thread(target=_end, args=(groups, begun), daemon=True)
+        thread.start()
+        # A thread that is freeing a group when the interpreter ends would take the process down.
+        atexit.register(thread.join, ENDING_S)
 
     def _after_loss(self, action: str, error: Exception) -> AutoparError:
         """The error for a collective that failed because of another rank."""
         epoch = self._epoch
         self._epoch += 1
-        self.close(_first_line(error))
+        self.close(_first_line(error), _tensors_of(error))
         deadline = time.monotonic() + NAMING_S
         try:
             beats = self._beats()
@@ -582,6 +594,26 @@ def _start_heart(session: Session, store: Any) -> None:
         thread.join(timeout=2 * beat_s)
 
     atexit.register(end)
+
+
+def _tensors_of(error: BaseException) -> list[torch.Tensor]:
+    """Tensors of the calls that an error went through."""
+    found, trace = [], error.__traceback__
+    while trace is not None:
+        for value in trace.tb_frame.f_locals.values():
+            items = tuple(value.values()) if isinstance(value, dict) else value
+            several = items if isinstance(items, (list, tuple)) else (items,)
+            found += [item for item in several if type(item) is torch.Tensor]
+        trace = trace.tb_next
+    return found
+
+
+def _end(groups: list[Any], begun: Sequence[torch.Tensor]) -> None:
+    """Free groups, then take back collectives, of whose end torch would speak at the very end."""
+    _destroy(groups)
+    for tensor in begun:
+        with suppress(Exception):
+            _c10d.wait_tensor(tensor)
 
 
 def _destroy(groups: list[Any]) -> None:

@@ -169,23 +169,33 @@ def test_batches_that_differ_between_ranks_do_not_hang(fresh_pool: Pool) -> None
     assert "same global batch" in first
 
 
-ONE_RANK_DIES = """
+ONE_RANK = """
 import os
+import torch
+from autopar.runtime import groups
 from tests.autopar.runtime.programs import batch, parallel_linear
+from tests.dist.test_failures import _failing_on_rank_1
 
 torch.set_num_threads(1)
+groups.SETTLE_S = 2.0
 parallel = parallel_linear((2,))
 parallel(batch()).backward()
-if os.environ["RANK"] == "1":
+if {dies} and os.environ["RANK"] == "1":
     os._exit(3)
+_failing_on_rank_1(parallel)
 parallel(batch())
 """
 
 
 @pytest.mark.slow
-def test_torchrun_ends_when_a_rank_dies() -> None:
-    ended = run_torchrun(ONE_RANK_DIES, world_size=2, timeout_s=90)
+@pytest.mark.parametrize("dies", [pytest.param(True, marks=pytest.mark.large), False])
+def test_torchrun_ends_when_a_rank_fails(dies: bool) -> None:
+    ended = run_torchrun(ONE_RANK.format(dies=dies), world_size=2, timeout_s=90)
     assert ended.returncode != 0
+    assert f"exitcode  : {3 if dies else 1} " in ended.stderr
+    # The error is what is said last, by a process that ends by itself.
+    for said in ("terminate called", "exitcode  : -6", "unwaited collective"):
+        assert said not in ended.stderr
 
 
 def test_without_torchrun_one_process_is_enough() -> None:
