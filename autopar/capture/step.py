@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _force_original_view_tracking as force_view_replay
 
+from autopar.capture import margins
 from autopar.capture.alone import (
     BATCH_NORM,
     Alone,
@@ -34,6 +35,7 @@ from autopar.capture.checkpoints import without_checkpoints
 from autopar.capture.decompose import DECOMPOSITIONS
 from autopar.capture.draws import Draws
 from autopar.capture.functionalize import functionalize
+from autopar.capture.functions import FUNCTIONS
 from autopar.capture.intercept import Intercept
 from autopar.capture.masks import mask_rewrites
 from autopar.capture.precision import AS_IT_IS, Precision, casting, with_precision
@@ -262,7 +264,7 @@ def _record(
         apart = Apart(calls.microbatches, calls.dims, tape)
         catch(model, calls.paths, calls.watch or apart)
         draws = Draws(shapes.like(make_key(0, 0)), lambda: apart.checked_path(provenance.path()))
-        decompositions = {**DECOMPOSITIONS, **draws.table()}
+        decompositions = {**DECOMPOSITIONS, **margins.DECOMPOSITIONS, **draws.table()}
 
         def recorder_for(tape: Tape) -> Recorder:
             return Recorder(shapes, tape, provenance, decompositions)
@@ -384,6 +386,7 @@ class _Run:
                 SDPA: attention,
                 F.dropout: self.draws.dropout,
                 BATCH_NORM: self.apart.batch_norm,
+                **FUNCTIONS,
             }
         )
         replayed_views = force_view_replay(True)

@@ -92,6 +92,8 @@ RULES: Mapping[str, RuleMaker] = {
         "_cdist_backward",
         rule("... m n, ... m d, ... n d, ... m n -> ... m d", linear="0", whole="d"),
     ),
+    **table("_pdist_forward", rule("m d -> k", whole="m d k")),
+    **table("_pdist_backward", rule("k, m d, k -> m d", linear="0", whole="m d k")),
     **table("_grouped_mm", _grouped),
     **table("addmm", _with_bias("mk", "kn", "aten.mm.default")),
     **table("addmv", _with_bias("mk", "k", "aten.mv.default")),

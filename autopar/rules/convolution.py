@@ -16,7 +16,7 @@ from autopar.rules.factors import (
     table,
 )
 from autopar.rules.local import Emitter, LocalOp
-from autopar.rules.notation import Dims, Rule, RuleMaker
+from autopar.rules.notation import Dims, Rule, RuleMaker, rule
 
 _TRANSPOSED, _GROUPS = 6, 8
 """Positions of these arguments of a convolution; its backward has them one later."""
@@ -102,7 +102,15 @@ def _local_backward_args(op: LocalOp) -> tuple[Arg, ...]:
     return tuple(args)
 
 
+_TIME_FIRST = "t b c, k c o, o"
+"""Input, weight and bias of a convolution over the first dim."""
+
 RULES: Mapping[str, RuleMaker] = {
     **table("convolution", _forward),
     **table("convolution_backward", _backward),
+    **table("conv_tbc", rule(f"{_TIME_FIRST} -> p b o", linear="0 2 | 1 2", whole="t c k p")),
+    **table(
+        "conv_tbc_backward",
+        rule(f"p b o, {_TIME_FIRST} -> {_TIME_FIRST}", linear="0", whole="t c k p"),
+    ),
 }

@@ -6,7 +6,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from autopar.ir.graph import Node, TensorType
-from autopar.rules.factors import Factors, LocalArgs, drop_outputs, linear_sets, replaced, table
+from autopar.rules.factors import (
+    Factors,
+    LocalArgs,
+    drop_outputs,
+    integers,
+    linear_sets,
+    replaced,
+    table,
+)
 from autopar.rules.local import LocalOp
 from autopar.rules.notation import Dims, Rule, RuleMaker, rule
 from autopar.rules.pointwise import with_linear
@@ -58,23 +66,79 @@ def _columns(node: Node, operands: tuple[TensorType, ...]) -> Rule:
     return with_linear(factors.rule((given,), (wanted,)), node, operands, linear_sets("0"))
 
 
-def _grid_backward(node: Node, operands: tuple[TensorType, ...]) -> Rule:
+_GRIDS = {
+    2: ("n c h w, n p q t", "n c p q", "h w p q t"),
+    3: ("n c h w s, n p q r t", "n c p q r", "h w s p q r t"),
+}
+"""An image and the places to read it at, what is read, and the factors of places."""
+
+
+def _grid(places: int) -> RuleMaker:
+    given, read, whole = _GRIDS[places]
+    return rule(f"{given} -> {read}", linear="0", whole=whole)
+
+
+def _grid_backward(places: int) -> RuleMaker:
     """The gradient of the grid sums over channels."""
-    make = rule("n c p q, n c h w, n p q t -> n c h w, n p q t", linear="0", whole="h w p q t")
-    mask = node.args[6]
-    assert isinstance(mask, tuple)
-    if mask[0]:
-        return make(node, operands)
-    kinds = (operands[1], node.outputs[1])
-    filled = Node(name=node.name, op=node.op, args=node.args, outputs=kinds)
-    return drop_outputs(make(filled, operands), [False, True])
+    given, read, whole = _GRIDS[places]
+    full = rule(f"{read}, {given} -> {given}", linear="0", whole=whole)
+
+    def make(node: Node, operands: tuple[TensorType, ...]) -> Rule:
+        mask = node.args[6]
+        assert isinstance(mask, tuple)
+        if mask[0]:
+            return full(node, operands)
+        kinds = (operands[1], node.outputs[1])
+        filled = Node(name=node.name, op=node.op, args=node.args, outputs=kinds)
+        return drop_outputs(full(filled, operands), [False, True])
+
+    return make
+
+
+def _affine_grid(node: Node, operands: tuple[TensorType, ...]) -> Rule:
+    """The places that matrices map a plane to, and its backward; argument 1 counts samples."""
+    factors = Factors()
+
+    def dims(kind: TensorType, name: str) -> Dims:
+        return (factors.dim("n", kind.shape[0]), *factors.dims(name, kind.shape[1:], whole=True))
+
+    def local_args(op: LocalOp) -> LocalArgs:
+        return replaced(op, {1: (op.output_shape()[0], *integers(node.args[1])[1:])})
+
+    made = factors.rule((dims(operands[0], "i"),), (dims(node.outputs[0], "o"),))
+    made = replace(made, local_args=local_args)
+    return with_linear(made, node, operands, linear_sets("0"))
+
+
+def _fractional_pool(places: int) -> RuleMaker:
+    """Pools whose windows are drawn for every plane, ``[samples, channels, places]``."""
+    plain = _planes(places)
+
+    def make(node: Node, operands: tuple[TensorType, ...]) -> Rule:
+        made = plain(node, (operands[0],))
+        lead = made.operands[0][:-places]
+        one = (("one",),) if len(lead) == 1 else ()
+        sizes = {**made.sizes, "one": 1, "place": places}
+        drawn = (*one, *lead, ("place",))
+        return replace(
+            made,
+            operands=(*made.operands, drawn),
+            sizes=sizes,
+            whole=made.whole | {"one", "place"},
+        )
+
+    return make
 
 
 RULES: Mapping[str, RuleMaker] = {
     **table("max_pool2d_with_indices adaptive_max_pool2d", _planes(2)),
-    **table("max_pool3d_with_indices", _planes(3)),
+    **table("max_pool3d_with_indices adaptive_max_pool3d", _planes(3)),
     **table("max_pool2d_with_indices_backward adaptive_max_pool2d_backward", _planes(2, "0")),
-    **table("max_pool3d_with_indices_backward", _planes(3, "0")),
+    **table("max_pool3d_with_indices_backward adaptive_max_pool3d_backward", _planes(3, "0")),
+    **table("fractional_max_pool2d", _fractional_pool(2)),
+    **table("fractional_max_pool3d", _fractional_pool(3)),
+    **table("fractional_max_pool2d_backward max_unpool2d", _planes(2, "0")),
+    **table("fractional_max_pool3d_backward max_unpool3d", _planes(3, "0")),
     **table("avg_pool1d adaptive_avg_pool1d", _planes(1, "0")),
     **table("avg_pool2d avg_pool2d_backward", _planes(2, "0")),
     **table("avg_pool3d avg_pool3d_backward", _planes(3, "0")),
@@ -87,7 +151,7 @@ RULES: Mapping[str, RuleMaker] = {
     **table(
         "upsample_nearest2d.vec upsample_bilinear2d.vec upsample_bicubic2d.vec", _planes(2, "0")
     ),
-    **table("upsample_nearest3d upsample_trilinear3d", _planes(3, "0")),
+    **table("upsample_nearest3d upsample_trilinear3d _upsample_nearest_exact3d", _planes(3, "0")),
     **table(
         "upsample_nearest1d_backward upsample_linear1d_backward _upsample_nearest_exact1d_backward",
         _resample_backward(1),
@@ -98,7 +162,11 @@ RULES: Mapping[str, RuleMaker] = {
         "_upsample_bicubic2d_aa_backward",
         _resample_backward(2),
     ),
-    **table("upsample_nearest3d_backward upsample_trilinear3d_backward", _resample_backward(3)),
+    **table(
+        "upsample_nearest3d_backward upsample_trilinear3d_backward "
+        "_upsample_nearest_exact3d_backward",
+        _resample_backward(3),
+    ),
     **table("reflection_pad1d reflection_pad1d_backward", _planes(1, "0")),
     **table("replication_pad1d replication_pad1d_backward", _planes(1, "0")),
     **table("reflection_pad2d reflection_pad2d_backward", _planes(2, "0")),
@@ -106,9 +174,9 @@ RULES: Mapping[str, RuleMaker] = {
     **table("reflection_pad3d reflection_pad3d_backward", _planes(3, "0")),
     **table("replication_pad3d replication_pad3d_backward", _planes(3, "0")),
     **table("im2col col2im", _columns),
-    **table(
-        "grid_sampler_2d",
-        rule("n c h w, n p q t -> n c p q", linear="0", whole="h w p q t"),
-    ),
-    **table("grid_sampler_2d_backward", _grid_backward),
+    **table("grid_sampler_2d", _grid(2)),
+    **table("grid_sampler_3d", _grid(3)),
+    **table("grid_sampler_2d_backward", _grid_backward(2)),
+    **table("grid_sampler_3d_backward", _grid_backward(3)),
+    **table("affine_grid_generator affine_grid_generator_backward", _affine_grid),
 }

@@ -180,6 +180,16 @@ def _distances_backward(draw: Draw) -> Sample:
     return Sample(draw.floats(*found.shape), x, y, p, found)
 
 
+def _pairs(draw: Draw) -> Sample:
+    return Sample(draw.floats(draw.size(2, 3, 4), draw.size(1, 2, 3)), draw.choice([1.0, 2.0]))
+
+
+def _pairs_backward(draw: Draw) -> Sample:
+    x, p = _pairs(draw).args
+    found = torch.ops.aten._pdist_forward.default(x, p)
+    return Sample(draw.floats(*found.shape), x, p, found)
+
+
 _PRODUCTS: dict[str, Sampler] = {
     **_each("mm", _matrices("mk kn")),
     **_each("bmm", _matrices("bmk bkn")),
@@ -190,6 +200,8 @@ _PRODUCTS: dict[str, Sampler] = {
     **_each("baddbmm", _biased("bmk bkn", "bmn")),
     **_each("_cdist_forward", _distances),
     **_each("_cdist_backward", _distances_backward),
+    **_each("_pdist_forward", _pairs),
+    **_each("_pdist_backward", _pairs_backward),
     **_each("_grouped_mm", _grouped_mm),
 }
 
@@ -216,6 +228,16 @@ def _conv(draw: Draw) -> Sample:
     return Sample(x, weight, bias, *rest)
 
 
+def _conv_tbc(draw: Draw) -> Sample:
+    b, c, o = draw.size(1, 2, 4), draw.size(1, 2, 3), draw.size(1, 2, 4)
+    return Sample(draw.floats(5, b, c), draw.floats(3, c, o), draw.floats(o), 1)
+
+
+def _conv_tbc_backward(draw: Draw) -> Sample:
+    x, weight, bias, pad = _conv_tbc(draw).args
+    return Sample(draw.floats(5, x.shape[1], weight.shape[2]), x, weight, bias, pad)
+
+
 def _conv_backward(draw: Draw) -> Sample:
     x, weight, bias, rest = _convolution(draw)
     out = torch.ops.aten.convolution.default(x, weight, bias, *rest)
@@ -226,6 +248,8 @@ def _conv_backward(draw: Draw) -> Sample:
 
 _CONVOLUTIONS: dict[str, Sampler] = {
     **_each("convolution", _conv),
+    **_each("conv_tbc", _conv_tbc),
+    **_each("conv_tbc_backward", _conv_tbc_backward),
     **_each("convolution_backward", _conv_backward),
 }
 
@@ -957,10 +981,44 @@ def _adaptive_backward(places: int) -> Sampler:
     return sample
 
 
-def _adaptive_max_backward(draw: Draw) -> Sample:
-    x, size = _adaptive(2)(draw).args
-    out, indices = torch.ops.aten.adaptive_max_pool2d.default(x, size)
-    return Sample(draw.floats(*out.shape), x, indices)
+def _adaptive_max_backward(places: int) -> Sampler:
+    def sample(draw: Draw) -> Sample:
+        x, size = _adaptive(places)(draw).args
+        forward = getattr(torch.ops.aten, f"adaptive_max_pool{places}d").default
+        out, indices = forward(x, size)
+        return Sample(draw.floats(*out.shape), x, indices)
+
+    return sample
+
+
+def _fractional(places: int) -> Sampler:
+    def sample(draw: Draw) -> Sample:
+        x = _image(draw, places, 5)
+        drawn = draw.floats(*x.shape[:2], places).sigmoid()
+        if draw.chance():
+            x, drawn = x[0], drawn[:1]
+        return Sample(x, [2] * places, [3] * places, drawn)
+
+    return sample
+
+
+def _fractional_backward(places: int) -> Sampler:
+    def sample(draw: Draw) -> Sample:
+        x, kernel, size, drawn = _fractional(places)(draw).args
+        forward = getattr(torch.ops.aten, f"fractional_max_pool{places}d").default
+        out, indices = forward(x, kernel, size, drawn)
+        return Sample(draw.floats(*out.shape), x, kernel, size, indices)
+
+    return sample
+
+
+def _unpool(places: int, *options: Any) -> Sampler:
+    def sample(draw: Draw) -> Sample:
+        x, kernel, stride = _pool(places)(draw).args
+        pool = getattr(torch.ops.aten, f"max_pool{places}d_with_indices").default
+        return Sample(*pool(x, kernel, stride), list(x.shape[2:]), *options)
+
+    return sample
 
 
 def _resample(places: int, *options: Any) -> Sampler:
@@ -997,15 +1055,29 @@ def _col2im(draw: Draw) -> Sample:
     return Sample(draw.floats(n, c * 4, 9), [4, 4], [2, 2], [1, 1], [0, 0], [1, 1])
 
 
-def _grid(draw: Draw) -> Sample:
-    x = _image(draw, 2)
-    return Sample(x, draw.floats(x.shape[0], 3, 2, 2).tanh(), 0, 0, False)
+def _grid(places: int) -> Sampler:
+    def sample(draw: Draw) -> Sample:
+        x = _image(draw, places)
+        size = (3, *(2,) * (places - 1))
+        return Sample(x, draw.floats(x.shape[0], *size, places).tanh(), 0, 0, False)
+
+    return sample
 
 
-def _grid_backward(draw: Draw) -> Sample:
-    x, grid, *rest = _grid(draw).args
-    mask = draw.choice([[True, True], [False, True]])
-    return Sample(draw.floats(*x.shape[:2], 3, 2), x, grid, *rest, mask)
+def _grid_backward(places: int) -> Sampler:
+    def sample(draw: Draw) -> Sample:
+        x, grid, *rest = _grid(places)(draw).args
+        mask = draw.choice([[True, True], [False, True]])
+        return Sample(draw.floats(*x.shape[:2], *grid.shape[1:-1]), x, grid, *rest, mask)
+
+    return sample
+
+
+def _affine_grid(draw: Draw, backward: bool = False) -> Sample:
+    n, size = draw.size(1, 2, 3, 4), draw.choice([(2, 3), (2, 3, 2)])
+    places = len(size)
+    shape = (n, *size, places) if backward else (n, places, places + 1)
+    return Sample(draw.floats(*shape), [n, 2, *size], draw.chance())
 
 
 _PLANES: dict[str, Sampler] = {
@@ -1023,7 +1095,17 @@ _PLANES: dict[str, Sampler] = {
     **_each("_adaptive_avg_pool3d", _adaptive(3)),
     **_each("_adaptive_avg_pool2d_backward", _adaptive_backward(2)),
     **_each("_adaptive_avg_pool3d_backward", _adaptive_backward(3)),
-    **_each("adaptive_max_pool2d_backward", _adaptive_max_backward),
+    **_each("adaptive_max_pool3d", _adaptive(3)),
+    **_each("adaptive_max_pool2d_backward", _adaptive_max_backward(2)),
+    **_each("adaptive_max_pool3d_backward", _adaptive_max_backward(3)),
+    **_each("fractional_max_pool2d", _fractional(2)),
+    **_each("fractional_max_pool3d", _fractional(3)),
+    **_each("fractional_max_pool2d_backward", _fractional_backward(2)),
+    **_each("fractional_max_pool3d_backward", _fractional_backward(3)),
+    **_each("max_unpool2d", _unpool(2)),
+    **_each("max_unpool3d", _unpool(3, [2, 2, 2], [0, 0, 0])),
+    **_each("_upsample_nearest_exact3d", _resample(3)),
+    **_each("_upsample_nearest_exact3d_backward", _resample_backward(3)),
     **_each("upsample_nearest1d _upsample_nearest_exact1d", _resample(1)),
     **_each("upsample_linear1d", _resample(1, False)),
     **_each("upsample_nearest2d _upsample_nearest_exact2d", _resample(2)),
@@ -1055,8 +1137,12 @@ _PLANES: dict[str, Sampler] = {
     },
     **_each("im2col", _im2col),
     **_each("col2im", _col2im),
-    **_each("grid_sampler_2d", _grid),
-    **_each("grid_sampler_2d_backward", _grid_backward),
+    **_each("grid_sampler_2d", _grid(2)),
+    **_each("grid_sampler_3d", _grid(3)),
+    **_each("grid_sampler_2d_backward", _grid_backward(2)),
+    **_each("grid_sampler_3d_backward", _grid_backward(3)),
+    **_each("affine_grid_generator", _affine_grid),
+    **_each("affine_grid_generator_backward", lambda draw: _affine_grid(draw, backward=True)),
 }
 
 # Attention.
