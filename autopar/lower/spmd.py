@@ -8,7 +8,9 @@ needs them, in the order of the graph, from what is kept; where the plan forgets
 they run once more for the next one that needs it. What it offloads is copied to host memory
 at the end of the forward, and back before the first backward node that needs it. A parameter whose
 home is host memory is brought to the device in every section that reads it, as one that is split is
-gathered there; its gradient goes to the host as soon as it is reduced.
+gathered there; its gradient goes to the host as soon as it is reduced. What is cast of it before
+the loop of microbatches is cast in every section anew, or waits in host memory as it was cast,
+unless the plan keeps it.
 """
 
 from __future__ import annotations
@@ -188,7 +190,7 @@ class _Lowering:
     remade: set[str] = field(default_factory=set)
     offloaded: frozenset[str] = field(init=False)
     on_host: dict[Ref, dict[Sharding, Ref]] = field(default_factory=dict)
-    homes: dict[Ref, Ref] = field(default_factory=dict)
+    homes: dict[Ref, Ref | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.recomputed = frozenset(self.stage.recomputed) & self.plans.keys()
@@ -472,8 +474,31 @@ class _Lowering:
             self.behind[node.name] = None
         else:
             self._forget(node)
-            self._node(node)
+            if not self._cast_later(node):
+                self._node(node)
             self._reduce_gradients(node)
+
+    def _cast_later(self, node: Node) -> bool:
+        """Whether a parameter at home in host memory comes, and is cast, where the cast is read.
+
+        A cast that waits in host memory itself is made here, and is at home there too.
+        """
+        root, plan = Ref(node.name), self.plans[node.name]
+        owner = self.casts.get(node.name)
+        if self.time is None or owner is None or Ref(owner) not in self.homes:
+            return False
+        stays = self.stage.kept.get(str(root))
+        if stays or self._section_of(node, plan) is not Section.PROLOGUE:
+            return False
+        self.homes[root], self.stored_at[root] = None, plan.outputs[0]
+        self.there[root] = {}
+        if str(root) in self.offloaded:
+            self._node(node)
+            made = self.there[root][Section.PROLOGUE, plan.outputs[0]]
+            self._enter(node.name, Section.PROLOGUE)
+            self.build.purpose = "parameters"
+            self.homes[root] = self.build.to_host(made)
+        return True
 
     def _made_in(self, root: Ref) -> Section:
         """Section of the node that makes a value."""
@@ -796,15 +821,17 @@ class _Lowering:
         return visible[sharding]
 
     def _brought(self, root: Ref, section: Section) -> dict[Sharding, tuple[Section, Ref]]:
-        """Bring a parameter from its home in host memory to the device, as it is stored."""
+        """Bring a parameter from its home in host memory to the device, or cast what came."""
         before = self.build.origin, self.build.section
-        self._enter(root.node, section)
-        self.build.purpose = "parameters"
-        ref = self.build.to_device(self.homes[root])
+        stored, home = self.stored_at[root], self.homes[root]
+        if home is None:
+            self._node(self.graph.by_name[root.node], section)
+        else:
+            self._enter(root.node, section)
+            self.build.purpose = "parameters"
+            self.there[root][section, stored] = self.build.to_device(home)
         self.build.origin, self.build.section = before
-        stored = self.stored_at[root]
-        self.there[root][section, stored] = ref
-        return {stored: (section, ref)}
+        return {stored: (section, self.there[root][section, stored])}
 
     def _path(
         self, root: Ref, starts: Iterable[Sharding], target: Sharding

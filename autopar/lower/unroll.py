@@ -37,12 +37,6 @@ Row = Sequence[Turn]
 """What a rank does in its loop, in order."""
 
 
-def in_order(microbatches: int) -> tuple[Turn, ...]:
-    """Microbatches of the only chunk one after the other, each forward then backward."""
-    loop = (Section.FORWARD, Section.BACKWARD)
-    return tuple(Turn(section, 0, number) for number in range(microbatches) for section in loop)
-
-
 @dataclass(frozen=True, slots=True)
 class Lives:
     """How long the values of a loop live.
@@ -141,6 +135,43 @@ def unroll(program: Program, row: Row) -> Program:
     return unrolled(program, written(program, row))
 
 
+def looped(program: Program, times: int) -> Program:
+    """The program of an only stage with so many of its microbatches written out.
+
+    One after the other; what one makes is added up when all of it has run. Where more follow, what
+    is made before the loop is held to the end of the last.
+    """
+    both = (Section.FORWARD, Section.BACKWARD)
+    row = [Turn(section, 0, number) for number in range(times) for section in both]
+    makers = _makers(program)
+    made = tuple(ref for ref in totals_of(program) if ref in makers)
+    joins = [made if turn.section is Section.BACKWARD else () for turn in row]
+    parts = written(program, row, joins)
+    if times < program.microbatches:
+        parts = (*parts[:-1], Written(None, False, _shared(program)), parts[-1])
+    return unrolled(program, parts)
+
+
+def _shared(program: Program) -> tuple[Instruction, ...]:
+    """Have what is made before the loop, and is read in it, there until now."""
+    read = {ref for i in program.instructions if i.section in LOOP for ref in i.operands}
+    before = (i for i in program.instructions if i.section is Section.PROLOGUE)
+    return tuple(
+        replace(
+            maker,
+            name=f"{maker.name}:{index} held",
+            op="aten.alias.default",
+            args=(Ref(maker.name, index),),
+            kwargs=(),
+            outputs=(kind,),
+            view=True,
+        )
+        for maker in before
+        for index, kind in enumerate(maker.outputs)
+        if Ref(maker.name, index) in read
+    )
+
+
 def unrolled(program: Program, parts: Sequence[Written]) -> Program:
     """The program whose loop is written out as ``parts``."""
     makers = _makers(program)
@@ -158,14 +189,23 @@ def unrolled(program: Program, parts: Sequence[Written]) -> Program:
     )
 
 
-def written(program: Program, row: Row) -> tuple[Written, ...]:
-    """What runs before the loop, in the turns of a row with what they receive, and behind it."""
+def written(
+    program: Program, row: Row, joins: Sequence[Sequence[Ref]] | None = None
+) -> tuple[Written, ...]:
+    """What runs before the loop, in the turns of a row with what they receive, and behind it.
+
+    Args:
+        program: As of `unroll`.
+        row: Its turns.
+        joins: For every turn, what is added to its total behind it; None for what the row is
+            through with.
+    """
     parts: dict[tuple[Section, int], list[Instruction]] = {}
     for i in program.instructions:
         parts.setdefault((i.section, i.chunk), []).append(i)
     makers = _makers(program)
     made = {ref.node for ref in makers}
-    joins = lives([program], row).joins
+    joins = lives([program], row).joins if joins is None else joins
     before = [m for m in program.receives if m.section is Section.PROLOGUE]
     begin = [*_posted(before, ""), *_unpacked(before, "")]
     begin += [i for i in program.instructions if i.section is Section.PROLOGUE]

@@ -240,7 +240,8 @@ class StagePlan:
             kept.
         forgotten: Backward node to the recomputed nodes whose results are dropped before it: what
             reads them from there on makes them once more.
-        offloaded: Of what is kept, the values (as text) that wait for the backward in host memory.
+        offloaded: Of what is kept, the values (as text) that wait for the backward in host memory;
+            casts of parameters at home there wait in it from phase to phase.
         copy_room_bytes: Bytes by which copies on their way to host memory and back may raise the
             most that a program holds when none is. None: as many as twice the largest of each
             direction takes.

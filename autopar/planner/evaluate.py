@@ -15,7 +15,7 @@ from autopar.lower.ranks import distinct_coordinates
 from autopar.lower.simulate import ON_HOST, CollectiveUse, Prices, Simulation, prices, simulate
 from autopar.lower.spmd import lower
 from autopar.lower.stretch import ONCE, NotPeriodicError, Repeats
-from autopar.lower.unroll import in_order, unroll
+from autopar.lower.unroll import looped
 from autopar.options import OptimizerSpec
 from autopar.plan.records import Memory, StagePlan
 from autopar.planner.lanes import Lanes, MeshSearch, shared_s, slowest
@@ -381,7 +381,7 @@ def simulate_loop(program: Program, priced: Prices, repeats: Repeats = ONCE) -> 
     """
     if program.microbatches == 1:
         return simulate(program, priced, repeats)
-    once, twice = (simulate(unroll(program, in_order(times)), priced, repeats) for times in (1, 2))
+    once, twice = (simulate(looped(program, times), priced, repeats) for times in (1, 2))
     return _summed(twice, ((twice, 1), (_added(once, twice, priced), program.microbatches - 2)))
 
 

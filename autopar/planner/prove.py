@@ -131,6 +131,7 @@ def _tightened(
     """
     kinds, num_stages = search.kinds, len(search.searches)
     limits: dict[MeshSearch, float | None] = dict.fromkeys(kinds)
+    took, less = dict.fromkeys(kinds, math.inf), dict.fromkeys(kinds, LESS)
     least = Least(float("inf"))
     for _ in range(ROUNDS if num_stages == 1 else PIPELINE_ROUNDS):
         solved = {kind: kind.within(limits[kind], time_limit_s) for kind in kinds}
@@ -191,5 +192,8 @@ def _tightened(
             limit = limits[kind]
             last = kind.allowed if limit is None else limit
             room = MORE * max(0.0, used[kind] - held[kind])
-            limits[kind] = min(kind.allowed - room, last - LESS * kind.allowed)
+            # A little less may be the same whole copies: then twice as much less.
+            less[kind] *= 2 if used[kind] >= took[kind] else 1
+            took[kind] = used[kind]
+            limits[kind] = min(kind.allowed - room, last - less[kind] * kind.allowed)
     return Failure(kinds[0].plain.mesh, False, least.num_bytes, least.moment)

@@ -48,12 +48,14 @@ class Strategy:
     Attributes:
         operands: Of every operand.
         outputs: Of every output.
-        on_host: Of a parameter, whether its home is host memory.
+        on_host: Of a parameter, or a cast of one, whether its home is host memory.
+        again: Of a cast, whether that is so of the parameter alone, which is cast in every phase.
     """
 
     operands: tuple[Sharding, ...]
     outputs: tuple[Sharding, ...]
     on_host: bool = False
+    again: bool = False
 
 
 _Effect = tuple[tuple[AxisSharding, ...], tuple[AxisSharding, ...]]

@@ -117,8 +117,7 @@ class _Loop:
             if number == 0:
                 totals = owned(made, (*values, *shared, *late))
             else:
-                for total, term, reduce in zip(totals, made, self._reduces, strict=True):
-                    join(total, term, reduce)
+                list(map(join, totals, made, self._reduces))
             del made
         box = [*late, *totals]
         late.clear()

@@ -128,6 +128,7 @@ class _Stage:
         ]
         self._total_of = [dict(zip(totals_of(p), self._totals, strict=True)) for p in programs]
         self._last_of_shared = self._last_reads()
+        self._spent = self._spent_before()
 
     def _program(self, number: int) -> Program:
         return self._programs[min(number, len(self._programs) - 1)]
@@ -156,14 +157,30 @@ class _Stage:
         """Position of the last turn that reads each value of the prologue; kept ones are absent."""
         made = {ref for _, part in self._prologue for ref in part.part.outputs}
         made |= {m.ref for m in self.first.receives if m.section is Section.PROLOGUE}
-        kept = {ref for _, part in self._epilogue for ref in part.part.inputs}
-        kept |= {m.ref for m in self.first.sends} | set(self.first.results)
-        found = {}
+        kept, found = self._read_behind(), {}
         for position, turn in enumerate(self.source.row):
             for ref in self._bodies[turn].part.inputs:
                 if ref in made and ref not in kept:
                     found[ref] = position
         return found
+
+    def _read_behind(self) -> set[Ref]:
+        """What is read behind the loop, or sent behind the prologue."""
+        found = {ref for _, part in self._epilogue for ref in part.part.inputs}
+        found |= {m.ref for m in self.first.sends if m.section is not Section.PROLOGUE}
+        return found | set(self.first.results)
+
+    def _spent_before(self) -> list[set[Ref]]:
+        """For every part of the prologue, what it leaves there and nothing reads any more."""
+        later = self._read_behind().union(*(body.part.inputs for body in self._bodies.values()))
+        later |= set(self._given)
+        found = []
+        for segment, part in reversed(self._prologue):
+            there = {*part.part.inputs, *part.part.outputs}
+            there |= {m.ref for m in (*segment.takes, *segment.gives)}
+            found.append(there - later)
+            later |= there
+        return found[::-1]
 
     def doing(self) -> str:
         """What the stage runs, in words; empty between steps."""
@@ -205,10 +222,13 @@ class _Stage:
         self._now = section
         for segment, _ in steps:
             self._mail.post(segment.takes, 0)
-        for segment, part in steps:
+        before = section is Section.PROLOGUE
+        for number, (segment, part) in enumerate(steps):
             self._mail.take(segment.takes, 0, env)
             env |= part([self._read_outside(ref, segment, env) for ref in part.part.inputs], 0)
             self._mail.give(segment.gives, 0, env)
+            for ref in self._spent[number] if before else ():
+                del env[ref]
 
     def _read_outside(self, ref: Ref, segment: Segment, env: Env) -> Tensor:
         """A value that is read outside the loop; the last segment of all takes it."""

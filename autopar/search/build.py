@@ -381,6 +381,8 @@ class _Builder:
                 continue
             if key[1] == "gradient":
                 delivered[len(forward)] = self._where(key[0], needed)
+            elif reader in self.analysis.casts:
+                delivered[len(forward)] = self._read_there(key[0], needed)
             (backward if crosses else forward).append(need)
         if not (forward or backward or fixed or again):
             return None
@@ -392,7 +394,8 @@ class _Builder:
             Arc(a.tail, a.head, a.seconds * len(group), a.held_bytes * len(group))
             for a in self._arcs(layouts, wanted, self._time_arcs(root), joined)
         )
-        if node.op == PARAMETER:
+        owned = self.analysis.owner(root).op == PARAMETER
+        if owned:
             gives = self._numbers(self._where(producer, self._given(producer)), layouts)
         for at, wanted_at in delivered.items():
             forward[at] = replace(forward[at], layouts=self._numbers(wanted_at, layouts))
@@ -418,7 +421,7 @@ class _Builder:
                 again=tuple(dict.fromkeys(again)),
                 leave=self._leave(group, layouts, bool(backward)) if backward or again else None,
                 late=node.phase is Phase.BACKWARD,
-                homes=tuple(layouts.homes.values()) if node.op == PARAMETER else (),
+                homes=tuple(layouts.homes.values()) if owned else (),
                 least_home=self._must_stream([ref.node for ref in group], layouts),
             ),
             layouts,
@@ -429,55 +432,67 @@ class _Builder:
         return len(self._at_home(names)) / len(names) if layouts.homes else 0.0
 
     def _given(self, number: int) -> list[Sharding]:
-        """Sharding that each choice of a class of parameters stores."""
+        """Sharding that each choice of a class of parameters, or of casts of them, makes."""
         return [s.outputs[0] for s in self._strategies_of(number)]
 
     def _where(self, number: int, shardings: Sequence[Sharding]) -> list[Sharding | Home]:
         """Shardings under every choice of a class of parameters, on the host or the device."""
         own = zip(self._strategies_of(number), shardings, strict=True)
+        return [Home(sharding, s.again) if s.on_host else sharding for s, sharding in own]
+
+    def _read_there(self, number: int, needed: Sequence[Sharding]) -> list[Sharding | Home]:
+        """What each choice of a class of casts reads: of those at home there, the home."""
+        own = zip(self._strategies_of(number), needed, strict=True)
         return [Home(sharding) if s.on_host else sharding for s, sharding in own]
 
     @staticmethod
     def _numbers(places: Sequence[Sharding | Home], layouts: Layouts) -> tuple[int, ...]:
-        return tuple(
-            layouts.home(p.sharding) if isinstance(p, Home) else layouts.index[p] for p in places
-        )
+        return tuple(layouts.home(p) if isinstance(p, Home) else layouts.index[p] for p in places)
 
     def _copies(
         self, node: Node, layouts: Layouts, group: Sequence[Ref], readers: Readers
     ) -> Iterator[Arc]:
         """The ways of parameters from their homes, or of gradients to them, in all microbatches.
 
-        Terms of microbatches are added up in host memory.
+        Terms of microbatches are added up in host memory. A cast comes as it waits there, or the
+        parameter comes and is cast.
         """
         device, time = self.cost.device, self.mesh.time_axis
         slow, count = compute_copy(device.kind), len(group)
-        for sharding, home in layouts.homes.items():
-            here, adds_up = layouts.index[sharding], False
-            if node.op != PARAMETER and time is not None:
-                terms = (
-                    layouts.index.get(replaced(sharding, time, axis))
-                    for axis in dict.fromkeys(s[time] for s in layouts.index)
-                    if isinstance(axis, Partial)
-                )
-                term = next((number for number in terms if number is not None), None)
-                here, adds_up = (here, False) if term is None else (term, True)
-            once = time is not None and not adds_up
-            if node.op == PARAMETER:
-                # What is only cast is so once, before the loop.
-                casts = self.analysis.casts
-                once = time is not None and all(reader in casts for reader, _ in readers.values())
+        comes = self.analysis.owner(group[0]).op == PARAMETER
+        for home, there in layouts.homes.items():
+            here, adds_up = layouts.index[home.sharding], False
+            if not comes:
+                here, adds_up = self._added_up_in(home.sharding, layouts)
+            casts = self.analysis.casts if node.op == PARAMETER else ()
+            # What is only cast, and stays, is so once, before the loop.
+            alone = all(reader in casts for reader, _ in readers.values())
+            once = time is not None and (alone if comes else not adds_up)
             often = count if once else count * self.mesh.microbatches
-            link_s = often * local_bytes(layouts.kind, sharding) / device.host_link_bytes_per_s
+            kind = self.graph.type_of(node.operands[0]) if home.again else layouts.kind
+            link_s = often * local_bytes(kind, home.sharding) / device.host_link_bytes_per_s
             lost_s = slow.second * (1 - 1 / slow.first) * link_s
             seconds = lost_s + often * max(device.host_op_s, AGAIN_S)
+            if home.again:
+                seconds += often * self._each_s(node, Strategy((home.sharding,), (home.sharding,)))
             if once:
                 # Before the loop, or behind it, there is no compute beside.
                 seconds, link_s = seconds + link_s, 0.0
             elif count == 1:
                 seconds += self._unhidden_s(group[0], link_s)
-            tail, head = (home, here) if node.op == PARAMETER else (here, home)
+            tail, head = (there, here) if comes else (here, there)
             yield Arc(tail, head, seconds, link_s=link_s, adds_up=adds_up)
+
+    def _added_up_in(self, sharding: Sharding, layouts: Layouts) -> tuple[int, bool]:
+        """The layout in which gradients go to their home, and whether they are added up there."""
+        time = self.mesh.time_axis
+        axes = () if time is None else dict.fromkeys(s[time] for s in layouts.index)
+        for axis in axes:
+            if isinstance(axis, Partial) and time is not None:
+                term = layouts.index.get(replaced(sharding, time, axis))
+                if term is not None:
+                    return term, True
+        return layouts.index[sharding], False
 
     def _unhidden_s(self, ref: Ref, link_s: float) -> float:
         """Seconds of a copy that there is no compute for, in a phase on average.
@@ -485,7 +500,7 @@ class _Builder:
         That of a parameter is read before there was any, or of a gradient that is made too late.
         """
         forward, backward = self._compute_before
-        if self.graph.by_name[ref.node].op != PARAMETER:
+        if self.analysis.owner(ref).op != PARAMETER:
             left_s = backward[-1] - backward[self.recompute.position[ref.node]]
             return max(0.0, link_s - left_s)
         reads = zip(self.recompute.first_reads(ref), (forward, backward), strict=True)
@@ -661,6 +676,7 @@ class _Builder:
         self.leaves = has_host_memory(self.cost.device)
         if self.leaves and self.restrictions.homes is None:
             self._offer_homes()
+            self._offer_casts()
 
     def _offer_homes(self) -> None:
         """Offer parameters host memory as their home, under each of their choices."""
@@ -675,6 +691,32 @@ class _Builder:
             classes[number] = replace(made, strategies=(*made.strategies, *there))
             more = tuple((own + len(there),) for (own,) in entries[index].choices)
             entries[index] = Entry((number,), (*entries[index].choices, *more))
+        self.classes, self.entries = tuple(classes), tuple(entries)
+
+    def _offer_casts(self) -> None:
+        """Offer what microbatches cast of parameters at home to wait there, or to be cast in each.
+
+        Otherwise it is cast before the loop, and stays.
+        """
+        if self.mesh.time_axis is None:
+            return
+        classes, entries = list(self.classes), list(self.entries)
+        for number, made in enumerate(self.classes):
+            if made.node.name not in self.analysis.casts:
+                continue
+            read = self.graph.by_name[made.node.operands[0].node]
+            index, _ = self.places[number]
+            if read.op != PARAMETER or entries[index].classes != (number,):
+                continue
+            stored = self.classes[self._class_of(read.name)].strategies
+            homes = {s.outputs[0] for s in stored if s.on_host}
+            own = tuple(made.strategies[n] for (n,) in entries[index].choices)
+            there = tuple(s for s in own if s.operands[0] in homes and s.operands == s.outputs)
+            more = tuple(replace(s, on_host=True, again=a) for s in there for a in (False, True))
+            classes[number] = replace(made, strategies=(*made.strategies, *more))
+            first = len(made.strategies)
+            added = tuple((first + n,) for n in range(len(more)))
+            entries[index] = Entry((number,), (*entries[index].choices, *added))
         self.classes, self.entries = tuple(classes), tuple(entries)
 
     def reruns(self) -> tuple[tuple[Rerun, ...], tuple[tuple[str, ...], ...]]:
@@ -791,6 +833,7 @@ class _Builder:
                 for place, number in enumerate(entry.classes)
                 if self.classes[number].node.phase is phase
                 and self.classes[number].node.op not in SOURCE_OPS
+                and not self._before_loop(number)
             ]
             if places:
                 seconds = tuple(
@@ -799,6 +842,11 @@ class _Builder:
                 )
                 found.append((index, seconds))
         return tuple(found)
+
+    def _before_loop(self, number: int) -> bool:
+        """Whether a class casts parameters before a loop of microbatches, where no copy hides."""
+        casts = self.mesh.time_axis is not None and self.leaves
+        return casts and self.classes[number].node.name in self.analysis.casts
 
     def moments(self, roots: Sequence[tuple[Ref, ...]]) -> tuple[Moment, ...]:
         """Places of the backward at which memory is counted."""
@@ -933,7 +981,7 @@ class _Builder:
         """
         kind = self.classes[number].node.outputs[index]
         return tuple(
-            float(self.num_stages * local_bytes(kind, s.outputs[index]))
+            0.0 if s.on_host else float(self.num_stages * local_bytes(kind, s.outputs[index]))
             for s in self._strategies_of(number)
         )
 
@@ -957,12 +1005,29 @@ class _Builder:
 
     def _seconds(self, entry: _Class, chosen: Sequence[Strategy]) -> tuple[float, ...]:
         """Seconds of all members under each of the strategies."""
-        rule = self.analysis.rules[entry.node.name]
-        types = self.analysis.operand_types(entry.node)
-        return tuple(
-            len(entry.members) * self.cost.seconds(entry.node, rule, types, s.operands, s.outputs)
-            for s in chosen
+        return tuple(len(entry.members) * self._each_s(entry.node, s) for s in chosen)
+
+    def _each_s(self, node: Node, strategy: Strategy) -> float:
+        """Seconds of one member.
+
+        Of a cast that waits in host memory, also those of bringing the parameter and taking it
+        there, before the loop; one that is made in every phase takes them where it is read.
+        """
+        if strategy.again:
+            return 0.0
+        rule, types = self.analysis.rules[node.name], self.analysis.operand_types(node)
+        own_s = self.cost.seconds(node, rule, types, strategy.operands, strategy.outputs)
+        if not strategy.on_host:
+            return own_s
+        device = self.cost.device
+        brought, taken = (
+            local_bytes(kind, sharding) / device.host_link_bytes_per_s
+            for kind, sharding in zip(
+                (*types, *node.outputs), (*strategy.operands, *strategy.outputs), strict=True
+            )
         )
+        both = both_copies(device.kind)
+        return max(own_s, together_s(brought, taken, both)) + 2 * max(device.host_op_s, AGAIN_S)
 
     def choices(self) -> tuple[Choices, ...]:
         own = [self._choices(c) for c in self.classes]
@@ -972,12 +1037,20 @@ class _Builder:
         count = len(entry.members)
         none = (0.0,) * len(entry.strategies)
         if entry.node.op not in SOURCE_OPS:
+            waits = [s.on_host and not s.again for s in entry.strategies]
             return Choices(
                 name=entry.node.name,
                 count=count,
                 seconds=self._seconds(entry, entry.strategies),
                 resident_bytes=none,
                 gradient_bytes=none,
+                divisible=any(waits) and count > 1,
+                host_bytes=tuple(
+                    count * waiting * float(local_bytes(entry.node.outputs[0], s.outputs[0]))
+                    for waiting, s in zip(waits, entry.strategies, strict=True)
+                )
+                if any(waits)
+                else (),
             )
         if entry.node.op != PARAMETER:
             return Choices(
@@ -1032,7 +1105,7 @@ class _Builder:
         )
 
     def home_order(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Members of a class of parameters in the order in which they leave for host memory.
+        """Members of a class of parameters, or casts, in the order in which they leave the device.
 
         Those that hints name are in front; of the others as many as may be lie evenly between the
         rest, so that there is time between them to bring them.
@@ -1042,16 +1115,15 @@ class _Builder:
         return tuple(sorted(names, key=lambda name: (name not in must, place[name])))
 
     def _at_home(self, names: Sequence[str]) -> set[str]:
-        """Nodes of parameters that hints put into host memory."""
+        """Nodes of parameters, and of casts of them, that hints put into host memory."""
         if not self.leaves:
             return set()
-        by_name = self.graph.by_name
+        owners = {name: self.analysis.owner(Ref(name)) for name in names}
         patterns = self.restrictions.offload_parameters
         return {
             name
-            for name in names
-            if by_name[name].op == PARAMETER
-            and any(below(pattern, by_name[name].target) for pattern in patterns)
+            for name, owner in owners.items()
+            if owner.op == PARAMETER and any(below(pattern, owner.target) for pattern in patterns)
         }
 
 

@@ -11,6 +11,7 @@ from autopar.ir.graph import (
     INPUT,
     PARAMETER,
     SOURCE_OPS,
+    Ref,
 )
 from autopar.ir.sharding import (
     Sharding,
@@ -29,7 +30,7 @@ from autopar.search.problem import (
 
 def decode(built: Built, analysis: Analysis, solution: Solution) -> StagePlan:
     """The stage that a solution stands for."""
-    picked, states = _picked(built, solution)
+    picked, states = _picked(built, analysis, solution)
     recomputed = {
         name
         for names, share in zip(built.reruns, solution.rerun_shares, strict=True)
@@ -56,6 +57,12 @@ def decode(built: Built, analysis: Analysis, solution: Solution) -> StagePlan:
             offloaded.update(own[: math.ceil(share * len(group) - 1e-6)])
     added_up = _added_up(built, analysis, solution, picked)
     graph = analysis.graph
+    for cast, owner in analysis.casts.items() if built.mesh.time_axis is not None else ():
+        value, strategy = str(Ref(cast)), picked[cast]
+        if picked[owner].on_host:
+            kept.setdefault(value, () if strategy.on_host else strategy.outputs)
+            if strategy.on_host and not strategy.again and not kept[value]:
+                offloaded.add(value)
     used = _used(built, analysis, picked)
     parameters, inputs, nodes = [], {}, []
     for node in graph.nodes:
@@ -83,7 +90,10 @@ def decode(built: Built, analysis: Analysis, solution: Solution) -> StagePlan:
     if homes is not None:
         parameters = [_at(p, homes.get(p.name)) for p in parameters]
         names = {node.target: node.name for node in graph.sources(PARAMETER)}
-        kept |= {names[p.name]: () for p in parameters if p.on_host and names[p.name] in kept}
+        at_home = {names[p.name] for p in parameters if p.on_host}
+        if built.mesh.time_axis is not None:
+            at_home |= {cast for cast, owner in analysis.casts.items() if owner in at_home}
+        kept |= dict.fromkeys(at_home & kept.keys(), ())
     return StagePlan(
         mesh=built.mesh,
         inputs=inputs,
@@ -121,23 +131,44 @@ def _at(parameter: ParameterPlan, there: ParameterPlan | None) -> ParameterPlan:
     )
 
 
-def _picked(built: Built, solution: Solution) -> tuple[dict[str, Strategy], set[str]]:
+def _picked(
+    built: Built, analysis: Analysis, solution: Solution
+) -> tuple[dict[str, Strategy], set[str]]:
     """Strategy of every node, and the parameters whose state alone is in host memory."""
     picked: dict[str, Strategy] = {}
     states: set[str] = set()
-    for index, (entry, choice) in enumerate(zip(built.entries, solution.choice, strict=True)):
+    # Casts wait in host memory as far as what they cast is at home there.
+    order = sorted(
+        range(len(built.entries)),
+        key=lambda index: built.problem.nodes[index].name in analysis.casts,
+    )
+    for index in order:
+        entry, choice = built.entries[index], solution.choice[index]
         shares = solution.choice_shares.get(index, ((choice, 1.0),))
-        leanest = built.problem.nodes[index].resident_bytes
+        first = built.classes[entry.classes[0]].strategies
+        leanest = [
+            -1.0 if first[own[0]].on_host else size
+            for own, size in zip(
+                entry.choices, built.problem.nodes[index].resident_bytes, strict=True
+            )
+        ]
         for place, number in enumerate(entry.classes):
             members = built.classes[number].members
             if built.problem.nodes[index].host_bytes:
                 members = built.builder.home_order(members)
+            stay = {
+                name
+                for name in members
+                if name in analysis.casts and not picked[analysis.casts[name]].on_host
+            }
+            members = tuple(sorted(members, key=stay.__contains__))
             chosen_by = dealt(shares, leanest, len(members))
             for name, chosen in zip(members, chosen_by, strict=True):
-                picked[name] = built.classes[number].strategies[entry.choices[chosen][place]]
+                own = built.classes[number].strategies[entry.choices[chosen][place]]
+                picked[name] = replace(own, on_host=False, again=False) if name in stay else own
             for chosen, share in solution.state_shares.get(index, ()):
-                own = [n for n, c in zip(members, chosen_by, strict=True) if c == chosen]
-                states.update(own[: math.ceil(share * len(members) - 1e-6)])
+                moved = [n for n, c in zip(members, chosen_by, strict=True) if c == chosen]
+                states.update(moved[: math.ceil(share * len(members) - 1e-6)])
     return picked, states
 
 

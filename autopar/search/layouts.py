@@ -25,9 +25,15 @@ from autopar.search.problem import (
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """A layout in host memory, where the value is split so."""
+    """A layout in host memory, where the value is split so.
+
+    Attributes:
+        sharding: How.
+        again: Of a cast, whether it is what it is cast of that lies there.
+    """
 
     sharding: Sharding
+    again: bool = False
 
 
 @dataclass(slots=True)
@@ -36,20 +42,20 @@ class Layouts:
 
     kind: TensorType
     index: dict[Sharding, int] = field(default_factory=dict)
-    homes: dict[Sharding, int] = field(default_factory=dict)
+    homes: dict[Home, int] = field(default_factory=dict)
 
     def number(self, sharding: Sharding) -> int:
         assert not self.homes
         return self.index.setdefault(sharding, len(self.index))
 
-    def home(self, sharding: Sharding) -> int:
+    def home(self, home: Home) -> int:
         """Number of a layout in host memory, once all others have theirs."""
-        return self.homes.setdefault(sharding, len(self.index) + len(self.homes))
+        return self.homes.setdefault(home, len(self.index) + len(self.homes))
 
     @property
     def all(self) -> tuple[Sharding | Home, ...]:
         """By number."""
-        return (*self.index, *map(Home, self.homes))
+        return (*self.index, *self.homes)
 
 
 def leading(

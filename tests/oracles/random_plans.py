@@ -62,14 +62,22 @@ def recomputing(analysis: Analysis, stage: StagePlan, draw: random.Random) -> St
 def streaming(analysis: Analysis, stage: StagePlan, draw: random.Random) -> StagePlan:
     """The stage with a random part of its parameters at home in host memory: some, or all.
 
-    Each is brought back for every phase, or now and then kept for the backward.
+    Each is brought back for every phase, or now and then kept for the backward. What microbatches
+    cast of it is cast in each again, waits in host memory, or stays.
     """
     share = draw.choice((0.3, 0.7, 1.0))
     home = {p.name for p in stage.parameters if draw.random() < share}
     nodes = {node.target: node.name for node in analysis.graph.sources(PARAMETER)}
     dropped = {nodes[name] for name in home if draw.random() < 0.8}
+    owners = analysis.casts if stage.mesh.time_axis is not None else {}
+    casts = [cast for cast, owner in owners.items() if analysis.graph.by_name[owner].target in home]
+    dropped |= {name for name in casts if draw.random() < 0.8}
+    waiting = [
+        name for name in casts if name in dropped & stage.kept.keys() and draw.random() < 0.5
+    ]
     return replace(
         stage,
+        offloaded=tuple(dict.fromkeys((*stage.offloaded, *waiting))),
         parameters=tuple(
             replace(p, on_host=p.name in home, state_on_host=p.name in home)
             for p in stage.parameters

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from autopar.capture import capture_step
+from autopar.capture.precision import precision_of
+from autopar.ir.casts import CAST
 from autopar.ir.sharding import Mesh
-from autopar.lower.program import TO_DEVICE, TO_HOST
+from autopar.lower.program import TO_DEVICE, TO_HOST, Section
+from autopar.lower.spmd import lower
 from autopar.search.analysis import analyse
 from tests.autopar.lower.test_offload import MESHES, results
 from tests.oracles.models import DRAWING, MODELS
@@ -25,16 +29,44 @@ def test_parameters_at_home_on_the_host_change_nothing_to_the_bit(name: str, mes
     assert_same_bits(name, mesh, seeds=1)
 
 
+@pytest.mark.parametrize("mesh", ["one rank", "microbatches"])
+def test_casts_of_parameters_at_home_on_the_host_change_nothing_to_the_bit(mesh: str) -> None:
+    assert_same_bits("mlp", mesh, seeds=2, precision="bf16")
+
+
+def test_a_cast_waits_on_the_host_or_is_made_in_every_phase() -> None:
+    built = MODELS["mlp"]()
+    graph = capture_step(*built, grad=True, precision=precision_of("bf16")).graph
+    analysis = analyse(graph)
+    stage = random_stage(analysis, Mesh(("a",), (1,)).with_time(2), seed=0)
+    parameters = tuple(replace(p, on_host=True, state_on_host=True) for p in stage.parameters)
+    casts = [cast for cast in analysis.casts if cast in stage.kept]
+    away = dict.fromkeys((*casts, *analysis.casts.values()), ())
+    streamed = replace(stage, parameters=parameters, kept=stage.kept | away)
+    for offloaded in ((), tuple(casts)):
+        plan = replace(streamed, offloaded=offloaded)
+        program = lower(graph, analysis.rules, plan, (0, 0), lambda *_: 0.0)
+        made: dict[str, set[Section]] = {cast: set() for cast in casts}
+        for i in program.instructions:
+            if i.origin in made and i.op == CAST:
+                made[i.origin].add(i.section)
+        gone = {i.origin for i in program.instructions if i.op == TO_HOST and i.origin in casts}
+        assert gone == set(offloaded)
+        both = {Section.FORWARD, Section.BACKWARD}
+        assert all(own == ({Section.PROLOGUE} if offloaded else both) for own in made.values())
+
+
 @pytest.mark.large
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", MODELS | DRAWING)
-def test_more_parameters_at_home_on_the_host(name: str, mesh: str) -> None:
-    assert_same_bits(name, mesh, seeds=3)
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_more_parameters_at_home_on_the_host(name: str, mesh: str, precision: str | None) -> None:
+    assert_same_bits(name, mesh, seeds=3, precision=precision)
 
 
-def assert_same_bits(name: str, mesh: str, seeds: int) -> None:
+def assert_same_bits(name: str, mesh: str, seeds: int, precision: str | None = None) -> None:
     built = (MODELS | DRAWING)[name]()
-    captured = capture_step(*built, grad=True)
+    captured = capture_step(*built, grad=True, precision=precision_of(precision))
     analysis = analyse(captured.graph)
     for seed in range(seeds):
         draw = random.Random(len(name) + seed)
