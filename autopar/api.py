@@ -23,7 +23,7 @@ from autopar.capture.cache import RememberedCaptures, stored_capture
 from autopar.capture.precision import Precision, check_held, dtype_of, precision_of
 from autopar.cost.node import axis_seconds
 from autopar.errors import AutoparError, PlanError, UnsupportedError
-from autopar.hint import Hint, PerMicrobatch
+from autopar.hint import Hint, PerMicrobatch, hint_of
 from autopar.ir.graph import KEY, PARAMETER, Graph, Node, Ref
 from autopar.ir.sharding import Mesh
 from autopar.lower.chunks import lower_chunks, on_one_rank
@@ -229,8 +229,8 @@ def planner(
 
 def _check_hints(plan: Plan | None, hints: Sequence[Hint]) -> None:
     """Refuse hints that a given plan was not made under, since nothing would follow them."""
-    known = () if plan is None else plan.hints
-    other = next((text for text in map(str, hints) if text not in known), None)
+    known = [] if plan is None else [hint_of(text) or text for text in plan.hints]
+    other = next((own for own in hints if own not in known), None)
     if plan is not None and other is not None:
         raise PlanError(
             f"cannot use hint {other} beside plan=: the plan decides what it would, and was not "

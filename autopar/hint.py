@@ -1,14 +1,17 @@
 """Hints: small records by which a user restricts the plan.
 
 Patterns are globs over module paths or parameter names. A hint that matches nothing is an error
-that names near misses.
+that names near misses. The text of a hint is the call that makes it, ``hint.degrees(dp=2)``; plans
+keep it, and `hint_of` reads it.
 """
 
 from __future__ import annotations
 
+import ast
 import re
+import typing
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from autopar.errors import HintError
 
@@ -16,8 +19,30 @@ Degree = int | tuple[int, ...] | None
 """Of all stages, or one for every stage of a pipeline; None leaves it free."""
 
 
+class _Record:
+    """What hints have in common: their text."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        """The call that makes it; what it leaves out is left out."""
+        name, positional, named = self._call()
+        given = [*map(repr, positional), *(f"{key}={value!r}" for key, value in named.items())]
+        return f"hint.{name}({', '.join(given)})"
+
+    def _call(self) -> tuple[str, Sequence[object], dict[str, object]]:
+        """Name of the function and its arguments: first fields without a default by position."""
+        name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(self).__name__).lower()
+        own = fields(self)  # type: ignore[arg-type]
+        given = {item.name: getattr(self, item.name) for item in own}
+        first = own[0].name
+        by_name = {k: v for k, v in given.items() if k != first}
+        defaults = {item.name: item.default for item in own}
+        return name, (given[first],), {k: v for k, v in by_name.items() if v != defaults[k]}
+
+
 @dataclass(frozen=True, slots=True)
-class Degrees:
+class Degrees(_Record):
     """Named degrees of parallelism; None leaves one free."""
 
     dp: Degree = None
@@ -40,9 +65,13 @@ class Degrees:
 
         return replace(self, dp=own(self.dp), tp=own(self.tp), cp=own(self.cp))
 
+    def _call(self) -> tuple[str, Sequence[object], dict[str, object]]:
+        degrees = {item.name: getattr(self, item.name) for item in fields(self)}
+        return "degrees", (), {name: n for name, n in degrees.items() if n is not None}
+
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class Shard(_Record):
     """Parameters that match ``pattern`` are used split along ``dim`` over the axis."""
 
     pattern: str
@@ -51,28 +80,36 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class Replicate:
+class Replicate(_Record):
     """Parameters that match ``pattern`` are stored and used whole on every rank."""
 
     pattern: str
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryLimit:
+class MemoryLimit(_Record):
     """Bytes each rank may use."""
 
     limit_bytes: int
 
+    def _call(self) -> tuple[str, Sequence[object], dict[str, object]]:
+        number, unit = min(
+            ((self.limit_bytes / size, unit) for unit, size in _UNITS.items()),
+            key=lambda own: (not own[0].is_integer(), own[0]),
+        )
+        limit = self.limit_bytes if unit == "B" else f"{number:.0f}{unit}"
+        return "memory_limit", (limit,), {}
+
 
 @dataclass(frozen=True, slots=True)
-class Microbatches:
+class Microbatches(_Record):
     """Number of microbatches the batch is cut into."""
 
     count: int
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class Schedule(_Record):
     """Order in which pipeline stages run their microbatches, and chunks of the model a stage."""
 
     name: str
@@ -80,14 +117,17 @@ class Schedule:
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class Shares(_Record):
     """Parts of the batch that the data parallel ranks take, in proportion."""
 
     parts: tuple[int, ...]
 
+    def _call(self) -> tuple[str, Sequence[object], dict[str, object]]:
+        return "shares", self.parts, {}
+
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class Ranks(_Record):
     """Ranks that take part, ``count`` of them from rank ``first`` on; the others are idle."""
 
     count: int
@@ -95,21 +135,21 @@ class Ranks:
 
 
 @dataclass(frozen=True, slots=True)
-class Recompute:
+class Recompute(_Record):
     """Activations of the modules that match are made again in the backward."""
 
     pattern: str
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
+class Keep(_Record):
     """Activations of the modules that match are kept for the backward."""
 
     pattern: str
 
 
 @dataclass(frozen=True, slots=True)
-class Offload:
+class Offload(_Record):
     """What the modules that match hold waits in host memory.
 
     Attributes:
@@ -123,19 +163,22 @@ class Offload:
 
 
 @dataclass(frozen=True, slots=True)
-class OffloadStates:
+class OffloadStates(_Record):
     """The optimizer's state lies in host memory."""
+
+    def _call(self) -> tuple[str, Sequence[object], dict[str, object]]:
+        return "offload", ("optimizer",), {}
 
 
 @dataclass(frozen=True, slots=True)
-class CutBefore:
+class CutBefore(_Record):
     """A pipeline stage begins at the module."""
 
     pattern: str
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class Stage(_Record):
     """The modules that match run on the pipeline stage ``number``."""
 
     pattern: str
@@ -143,7 +186,7 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class PerMicrobatch:
+class PerMicrobatch(_Record):
     """The modules that match are computed from each microbatch alone."""
 
     pattern: str
@@ -233,7 +276,7 @@ def replicate(pattern: str) -> Replicate:
     return Replicate(pattern)
 
 
-_UNITS = {"B": 1, "kB": 1e3, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+_UNITS = {"B": 1.0, "kB": 1e3, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 _UNITS |= {"KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}
 
 
@@ -396,3 +439,41 @@ def per_microbatch(pattern: str) -> PerMicrobatch:
         pattern: Glob over module paths; everything inside a module that matches belongs to it.
     """
     return PerMicrobatch(pattern)
+
+
+def hint_of(text: str) -> Hint | None:
+    """The hint of a text, as plans keep it; None if it is none that this version knows.
+
+    Nothing is executed. Plans of before keep the record, ``Degrees(dp=2, tp=None)``.
+    """
+    try:
+        call = ast.parse(text, mode="eval").body
+        if not isinstance(call, ast.Call) or any(k.arg is None for k in call.keywords):
+            return None
+        arguments = [ast.literal_eval(argument) for argument in call.args]
+        named = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+        maker = _maker(call.func)
+        return None if maker is None else maker(*arguments, **named)
+    except (SyntaxError, ValueError, TypeError, HintError):
+        return None
+
+
+_FUNCTIONS: dict[str, typing.Callable[..., Hint]] = {
+    made.__name__: made
+    for made in (
+        *(degrees, shard, replicate, memory_limit, microbatches, schedule, shares, ranks),
+        *(recompute, keep, offload, cut_before, stage, per_microbatch),
+    )
+}
+"""The functions that make hints, by name."""
+
+_RECORDS: dict[str, typing.Callable[..., Hint]] = {
+    record.__name__: record for record in typing.get_args(Hint)
+}
+
+
+def _maker(called: ast.expr) -> typing.Callable[..., Hint] | None:
+    """What a text calls: a function of this module, or a record."""
+    if isinstance(called, ast.Attribute) and ast.unparse(called.value) == "hint":
+        return _FUNCTIONS.get(called.attr)
+    return _RECORDS.get(called.id) if isinstance(called, ast.Name) else None

@@ -378,8 +378,9 @@ def _only(given: typing.Collection[str], known: list[str]) -> None:
     for name in given:
         if name not in known:
             near = difflib.get_close_matches(name, [n for n in known if n not in given], 1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"
-            raise _Bad(f"field {name!r} is unknown{hint}")
+            there = f"there are {', '.join(known)} (a newer autopar may have more)"
+            ask = f"did you mean {near[0]!r}?" if near else there
+            raise _Bad(f"field {name!r} is unknown; {ask}")
 
 
 def _complete(given: typing.Container[str], record: Any) -> None:

@@ -17,6 +17,8 @@ from autopar.ir.sharding import Mesh, Sharding
 from autopar.plan import codec, explain, text
 
 VERSION = 1
+"""Of the file. It grows when files of before cannot be read any more: a field that is added has a
+default, which files without it take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,7 +278,7 @@ class Plan:
         fingerprint: Hash of the captured step it was made for.
         cluster: Name of the cluster; ``cluster_ranks`` its number of devices.
         batch: Input path to global type.
-        hints: Hints it was made under, as text.
+        hints: Hints it was made under, as text that `autopar.hint.hint_of` reads.
         stages: One entry a chunk of the model, in its order. A pipeline stage is a group of ranks:
             it holds one chunk, or several under some schedules.
         microbatches: Number of microbatches.

@@ -17,6 +17,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from autopar.hint import hint_of
 from autopar.ir.sharding import Mesh, Sharding, Split
 from autopar.plan.wording import (
     Folded,
@@ -126,9 +127,10 @@ def _meshes(plan: Plan) -> Sequence[str]:
     ]
 
 
-def hint_text(hint: str) -> str:
-    """A hint without the fields it leaves open: ``Degrees(dp=2)``."""
-    return re.sub(r"\(, ", "(", re.sub(r"(, )?\b\w+=None\b", "", hint))
+def hint_text(text: str) -> str:
+    """A hint that a plan keeps, as it is written in a call: ``hint.degrees(dp=2)``."""
+    known = hint_of(text)
+    return text if known is None else str(known)
 
 
 def mesh_text(stage: StagePlan) -> str:

@@ -264,18 +264,9 @@ def check_optimizer(graph: Graph, restrictions: Restrictions, optimizer: Optimiz
             asked = asked or Offload(pattern, "parameters")
     if asked is not None:
         raise HintError(
-            f"cannot apply {_in_words(asked)}: the optimizer keeps its state on the device; pass "
+            f"cannot apply {asked}: the optimizer keeps its state on the device; pass "
             "optimizer=autopar.optim.AdamW, or an OptimizerSpec with host_bucket_elements"
         )
-
-
-def _in_words(asked: Offload | OffloadStates) -> str:
-    """A hint as it was written."""
-    if isinstance(asked, OffloadStates):
-        return "hint.offload('optimizer')"
-    if asked.what == "activations":
-        return f"hint.offload({asked.pattern!r})"
-    return f"hint.offload({asked.pattern!r}, what={asked.what!r})"
 
 
 def _check_host(device: Device, asked: Offload | OffloadStates) -> None:
@@ -284,7 +275,7 @@ def _check_host(device: Device, asked: Offload | OffloadStates) -> None:
         return
     why = "its host memory is its own memory" if device.unified_memory else "it has no host memory"
     raise HintError(
-        f"cannot apply {_in_words(asked)} on device '{device.kind}': {why}, so that offload frees "
+        f"cannot apply {asked} on device '{device.kind}': {why}, so that offload frees "
         "nothing; drop the hint, or give the device a host_memory and a host_link"
     )
 

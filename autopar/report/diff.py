@@ -14,6 +14,7 @@ from autopar.plan.text import (
     add_grouped,
     add_row,
     copies_text,
+    hint_text,
     memory_kinds,
     mesh_text,
     parameter_cells,
@@ -77,11 +78,15 @@ def _facts(a: Plan, b: Plan) -> Iterator[tuple[str, str, str]]:
         ("from each microbatch alone", _alone(a), _alone(b)),
         ("idle", _idle(a), _idle(b)),
         ("copies", _copies(a), _copies(b)),
-        ("hints", ", ".join(a.hints) or "none", ", ".join(b.hints) or "none"),
+        ("hints", _hints_text(a), _hints_text(b)),
         ("notes", "; ".join(a.notes) or "none", "; ".join(b.notes) or "none"),
     ):
         if left != right:
             yield what, left, right
+
+
+def _hints_text(plan: Plan) -> str:
+    return ", ".join(map(hint_text, plan.hints)) or "none"
 
 
 def _batch(plan: Plan) -> str:

@@ -249,7 +249,7 @@ CASES |= {
     "hints beside a plan": (
         lambda: compile_mlp(hint.degrees(dp=2), plan=planned_mlp()),
         PlanError,
-        ("Degrees(dp=2", "beside plan=", "autopar.plan(..., hints=...)"),
+        ("hint.degrees(dp=2", "beside plan=", "autopar.plan(..., hints=...)"),
     ),
 }
 CASES |= {

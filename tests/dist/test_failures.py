@@ -243,7 +243,7 @@ def compiled_with(what: str) -> str:
         ("global batches", "parallel.shard"),
         ("given plans", "hints"),
         ("cluster", "start 3"),
-        ("hints", "rank 1 has Degrees(dp=2"),
+        ("hints", "rank 1 has hint.degrees(dp=2)"),
         ("precisions", "give every rank the same"),
     ],
 )

@@ -223,7 +223,7 @@ def llama(layers: int = 32, nodes_per_module: int = 30) -> Plan:
             "input_ids": TensorType((16, 8192), "int64"),
             "labels": TensorType((16, 8192), "int64"),
         },
-        hints=("degrees(tp=8)",),
+        hints=("hint.degrees(tp=8)",),
         stages=(
             StagePlan(
                 mesh=Mesh(("node0", "intra0"), (8, 8), (1, 0), ("", "tp")),

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 
+from autopar import hint
 from autopar.errors import PlanError
+from autopar.hint import hint_of
 from autopar.plan.records import Plan
 from autopar.plan.serialize import from_json, load, save, to_json
 from tests.autopar.plan.samples import llama, plans
@@ -60,6 +62,19 @@ def test_one_changed_decision_is_one_changed_line() -> None:
     assert text != edited
     again = to_json(from_json(edited)).splitlines()
     assert sum(a != b for a, b in zip(again, text.splitlines(), strict=True)) == 1
+
+
+def test_a_plan_of_before_is_read() -> None:
+    """Of the first autopar that saved version 1: what was added since takes its default."""
+    plan = load(Path(__file__).parent / "golden" / "first_version_1.json")
+    assert plan.stage.recomputed == plan.per_microbatch == ()
+    assert plan.stage.added_up == {}
+    assert [hint_of(text) for text in plan.hints] == [
+        hint.degrees(dp=2, tp=1, zero=1),
+        hint.microbatches(2),
+    ]
+    assert "hint.degrees(dp=2, tp=1, zero=1), hint.microbatches(2)" in str(plan)
+    assert from_json(to_json(plan)) == plan
 
 
 GOOD = to_json(llama(layers=1))

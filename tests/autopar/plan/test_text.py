@@ -180,8 +180,8 @@ def test_bars_are_proportional() -> None:
 
 
 def test_hints_show_what_they_fix() -> None:
-    assert hint_text("Degrees(dp=2, tp=None, zero=3)") == "Degrees(dp=2, zero=3)"
-    assert hint_text("Degrees(dp=None, tp=4)") == "Degrees(tp=4)"
+    assert hint_text("Degrees(dp=2, tp=None, zero=3)") == "hint.degrees(dp=2, zero=3)"
+    assert hint_text("hint.of_later(dp=4)") == "hint.of_later(dp=4)"
 
 
 def test_chunks_of_a_stage_are_told_apart() -> None:

@@ -1,0 +1,45 @@
+"""The text of a hint is the call that makes it, and gives it back."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar import hint
+
+TEXTS = {
+    "hint.degrees(dp=2, tp=(4, 2), pp=2)": hint.degrees(dp=2, tp=(4, 2), pp=2),
+    "hint.shard('*.q', dim=0, axis='tp')": hint.shard("*.q", 0, "tp"),
+    "hint.replicate('*.norm*')": hint.replicate("*.norm*"),
+    "hint.memory_limit('60GiB')": hint.memory_limit("60GiB"),
+    "hint.memory_limit('1500MB')": hint.memory_limit("1.5GB"),
+    "hint.memory_limit(12345)": hint.memory_limit(12345),
+    "hint.microbatches(8)": hint.microbatches(8),
+    "hint.schedule('1f1b')": hint.schedule("1f1b"),
+    "hint.schedule('interleaved', chunks=3)": hint.schedule("interleaved", 3),
+    "hint.shares(5, 2, 0)": hint.shares(5, 2, 0),
+    "hint.ranks(4)": hint.ranks(4),
+    "hint.ranks(4, first=8)": hint.ranks(4, 8),
+    "hint.recompute('a.b')": hint.recompute("a.b"),
+    "hint.keep('*')": hint.keep("*"),
+    "hint.offload('optimizer')": hint.offload("optimizer"),
+    "hint.offload('h.*')": hint.offload("h.*"),
+    "hint.offload('h.*', what='parameters')": hint.offload("h.*", "parameters"),
+    "hint.cut_before('h.1')": hint.cut_before("h.1"),
+    "hint.stage('head', number=3)": hint.stage("head", 3),
+    "hint.per_microbatch('*.bn*')": hint.per_microbatch("*.bn*"),
+}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_hint_is_the_call_that_makes_it(text: str) -> None:
+    assert str(TEXTS[text]) == text
+    assert hint.hint_of(text) == TEXTS[text]
+    assert hint.hint_of(repr(TEXTS[text])) == TEXTS[text]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "x", "hint.degrees(dp=-1)", "hint.degrees(zz=2)", "print(1)", "hint.keep(open('f'))"],
+)
+def test_other_texts_are_no_hints(text: str) -> None:
+    assert hint.hint_of(text) is None
