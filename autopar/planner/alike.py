@@ -81,6 +81,7 @@ class _Writer:
                 plan.operands,
                 plan.outputs,
                 plan.name in again,
+                tuple(places.get(name) for name in stage.forgotten.get(plan.name, ())),
                 tuple(self._read(at, ref) for ref in self.graph.by_name[plan.name].operands),
                 tuple(ref in self.finished for ref in _outputs(self.graph.by_name[plan.name])),
             )

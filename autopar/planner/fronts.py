@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 from autopar.lower.program import Section
@@ -42,7 +43,11 @@ INSIDE = 4
 NEAR = 0.005
 """Part of the seconds and bytes between two solutions that one between them must gain."""
 
-DEAR_S = 1e3
+LIGHT = 1e-4
+"""What all memory costs, in steps, where of the fastest solutions the one that holds least is to be
+found: what is made of the batch alone is made as it is read."""
+
+DEAR = 1e3
 """What all memory costs, in steps, where a solution is to hold as little as it can."""
 
 
@@ -81,22 +86,54 @@ def ways_of(
         request: What was asked.
         search: Of the mesh.
         units: Of the forward.
-        bound: Whether memory binds; the fastest is the only one if not.
+        bound: Whether memory binds; those that are fastest are the only ones if not.
         thorough: Whether to look inside the hull, too.
         splits_backward: Whether weight gradients are a section of their own.
         time_limit_s: For each run of the solver.
     """
+    solved = (
+        _solutions(search, time_limit_s, thorough=thorough)
+        if bound
+        else _free(search, time_limit_s, thorough=thorough)
+    )
     found = []
-    fastest = search.within(None, time_limit_s)
-    for built, solution in (
-        _solutions(search, time_limit_s, thorough=thorough) if bound else [fastest]
-    ):
+    for built, solution in solved:
         plan = decode(built, analysis, solution)
         points = _points(
             analysis, request, Kind(plan, search.cost), units, splits_backward=splits_backward
         )
         found.append(Way(built, solution, plan, points))
     return tuple(found)
+
+
+def within(
+    analysis: Analysis, solved: tuple[Built, Problem], limit_bytes: float, time_limit_s: float
+) -> Way | None:
+    """The fastest way that holds no more by its sums, of which no unit is lowered; None if none is.
+
+    Args:
+        analysis: The step.
+        solved: A problem without a limit, and what its numbers stand for.
+        limit_bytes: Of the whole step.
+        time_limit_s: For the solver.
+    """
+    built, problem = solved
+    solution = solve(replace(problem, memory_limit_bytes=limit_bytes), time_limit_s=time_limit_s)
+    if not solution.choice:
+        return None
+    return Way(built, solution, decode(built, analysis, solution), ())
+
+
+def _free(
+    search: MeshSearch, time_limit_s: float, *, thorough: bool
+) -> list[tuple[Built, Solution]]:
+    """The fastest solution, and the one of those as fast that holds least."""
+    built, fastest = search.within(None, time_limit_s)
+    if not thorough or not fastest.choice:
+        return [(built, fastest)]
+    lighter = _priced(built.problem, LIGHT * _each_s(fastest), time_limit_s)
+    is_other = lighter.choice and lighter.choice != fastest.choice
+    return [(built, fastest), *([(built, lighter)] if is_other else [])]
 
 
 def _solutions(
@@ -107,32 +144,51 @@ def _solutions(
     Those without copies to the host are among them: where copies are many, less of them hides than
     is reckoned with.
     """
-    built, _ = search.within(search.first_limit, time_limit_s)
-    problem = replace(alike(built.problem), memory_limit_bytes=None)
-    if problem.link is None or search.forced:
-        found = _hull(problem, POINTS, time_limit_s)
-    else:
-        stays = replace(problem, link=replace(problem.link, host_limit_bytes=0.0))
-        found = [s for own in (problem, stays) for s in _hull(own, FEWER, time_limit_s)]
+    built, problems = problems_of(search, time_limit_s)
+    most = POINTS if len(problems) == 1 else FEWER
+    each_s = _each_s(search.within(None, time_limit_s)[1])
+    found = [own for problem in problems for own in _hull(problem, each_s, most, time_limit_s)]
     if thorough:
-        found += _inside(problem, found, time_limit_s)
+        found += _inside(problems[0], found, time_limit_s)
     # The fastest may be without copies anyway.
-    apart = {(_held(own), own.objective_s): own for own in found}
+    apart = {(held_bytes(own), own.objective_s): own for own in found}
     return [(built, apart[key]) for key in sorted(apart, key=lambda key: (-key[0], key[1]))]
 
 
-def _hull(problem: Problem, most: int, time_limit_s: float) -> list[Solution]:
-    """At most so many solutions on the lower hull of seconds against bytes, the fastest first."""
+def problems_of(search: MeshSearch, time_limit_s: float) -> tuple[Built, tuple[Problem, ...]]:
+    """The problem of a mesh without a limit, and with the same without copies to the host.
 
-    def priced(price_s: float) -> Solution:
-        price = BytePrice(price_s, price_s)
-        return solve(replace(problem, price=price), time_limit_s=time_limit_s)
+    There is no other one where hints ask for copies, or none can be.
+    """
+    built, _ = search.within(search.first_limit, time_limit_s)
+    problem = replace(alike(built.problem), memory_limit_bytes=None)
+    if problem.link is None or search.forced:
+        return built, (problem,)
+    stays = replace(problem, link=replace(problem.link, host_limit_bytes=0.0))
+    return built, (problem, stays)
 
-    fastest = priced(0.0)
-    if not fastest.choice:
-        return []
-    least = priced(DEAR_S * fastest.objective_s / max(fastest.memory_bytes[0], 1.0))
-    found = [own for own in (fastest, least) if own.choice]
+
+def _priced(problem: Problem, price_s: float, time_limit_s: float) -> Solution:
+    """The best solution at a price of a byte."""
+    return solve(replace(problem, price=BytePrice(price_s, price_s)), time_limit_s=time_limit_s)
+
+
+def _each_s(solution: Solution) -> float:
+    """The step a byte that a solution holds."""
+    return solution.objective_s / max(solution.memory_bytes[0], 1.0)
+
+
+def _hull(problem: Problem, each_s: float, most: int, time_limit_s: float) -> list[Solution]:
+    """At most so many solutions on the lower hull of seconds against bytes, the fastest first.
+
+    Args:
+        problem: Without a limit.
+        each_s: The step a byte, about.
+        most: Of solutions.
+        time_limit_s: For each run of the solver.
+    """
+    priced = partial(_priced, problem, time_limit_s=time_limit_s)
+    found = [own for part in (LIGHT, DEAR) if (own := priced(part * each_s)).choice]
     while 1 < len(found) < most:
         gaps = list(pairwise(found))
         spans = [_gain(*pair, whole=(found[0], found[-1])) for pair in gaps]
@@ -163,13 +219,14 @@ def _inside(problem: Problem, hull: Sequence[Solution], time_limit_s: float) -> 
     return found
 
 
-def _held(solution: Solution) -> float:
+def held_bytes(solution: Solution) -> float:
+    """Bytes of the whole step that a solution holds at the end of the forward, by its sums."""
     return solution.memory_bytes[0]
 
 
 def _slope(left: Solution, right: Solution) -> float:
     """Seconds a byte between two solutions."""
-    return (right.objective_s - left.objective_s) / max(_held(left) - _held(right), 1.0)
+    return (right.objective_s - left.objective_s) / max(held_bytes(left) - held_bytes(right), 1.0)
 
 
 def _gain(left: Solution, right: Solution, *, whole: tuple[Solution, Solution]) -> float:
@@ -178,18 +235,18 @@ def _gain(left: Solution, right: Solution, *, whole: tuple[Solution, Solution]) 
     Bytes count for more: the first that are saved cost least, and most stages need no more.
     """
     seconds = whole[1].objective_s - whole[0].objective_s
-    held = _held(whole[0]) - _held(whole[1])
+    held = held_bytes(whole[0]) - held_bytes(whole[1])
     if seconds <= 0 or held <= 0:
         return 0.0
     longer = (right.objective_s - left.objective_s) / seconds
-    fewer = (_held(left) - _held(right)) / held
+    fewer = (held_bytes(left) - held_bytes(right)) / held
     return math.sqrt(min(longer, 1.0)) * min(fewer, 1.0)
 
 
 def _is_on(between: Solution, left: Solution, right: Solution) -> bool:
     """Whether a solution is no better than a mixture of two others."""
     slope = _slope(left, right)
-    own, mixed = (s.objective_s + slope * _held(s) for s in (between, left))
+    own, mixed = (s.objective_s + slope * held_bytes(s) for s in (between, left))
     return own >= (1 - 1e-6) * mixed
 
 

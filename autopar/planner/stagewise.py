@@ -8,8 +8,7 @@ and simulated; a stage that needs more than was reckoned is given that much less
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -21,7 +20,7 @@ from autopar.ir.sharding import Sharding
 from autopar.lower.rows import turns_of
 from autopar.plan.records import StagePlan
 from autopar.planner.evaluate import evaluate_pipeline, predicted_memory
-from autopar.planner.fronts import Way, ways_of
+from autopar.planner.fronts import Way, held_bytes, problems_of, ways_of, within
 from autopar.planner.lanes import LESS, Lanes, MeshSearch
 from autopar.planner.outline import Ranks, course_of, outline
 from autopar.planner.pipeline import (
@@ -43,8 +42,8 @@ from autopar.search.chunked import fullest
 from autopar.search.decode import decode
 from autopar.search.inter import solve_inter
 from autopar.search.interproblem import Choice, Family, InterProblem, Link, Place, Setting
-from autopar.search.problem import Solution
-from autopar.search.stages import equal_lanes, split_lanes
+from autopar.search.problem import Problem, Solution
+from autopar.search.stages import Pipeline, equal_lanes, split_lanes
 from cost_models.collectives import collective_s, pair_link
 
 EVENED = 2
@@ -52,6 +51,12 @@ EVENED = 2
 
 AGAIN = 2
 """Times that stages which hold less than was reckoned are given more, of a short step."""
+
+HALVED = 3
+"""Times that the memory between two ways of a stage is halved, to find one that just fits."""
+
+NEAR = 0.01
+"""Part of the memory by which two ways must differ for one between them to be looked for."""
 
 ROUNDS = 4
 """Times that stages are dealt out again with less memory for those that need more."""
@@ -120,6 +125,7 @@ class _Stagewise:
         self.analysis = analysis
         self.request = request
         self.search = search
+        self.left_s = time_limit_s
         self.layout = search.layout
         self.fastest = {kind: kind.within(None, time_limit_s) for kind in search.kinds}
         self.units = self._units()
@@ -209,46 +215,24 @@ class _Stagewise:
         (kind,) = self.search.kinds
         whole = Kind(decode(*self._of(self.fastest[kind])), kind.cost)
         cuts = self._even_cuts([whole] * self.layout.num_stages)
-        best = [(math.inf, 0)] * self.layout.num_stages
-        for number, way in enumerate(self.ways[kind]):
-            for stage, (seconds, held) in enumerate(self._alone(way, cuts)):
-                if held <= kind.allowed:
-                    best[stage] = min(best[stage], (seconds, number))
-        if max(best)[0] == math.inf:
+        alone = _Alone(self, kind, cuts)
+        best = [alone.fastest(stage) for stage in range(self.layout.num_stages)]
+        if None in best:
             return None
         borders = [0, *cuts, self.units.starts[-1]]
+        ways = list(dict.fromkeys(way for way in best if way is not None))
+        ways.sort(key=lambda way: -held_bytes(way.solution))
         taken = {
-            unit: best[bisect_right(borders, start) - 1][1]
+            unit: ways.index(way)
             for unit, start in enumerate(self.units.starts[:-1])
+            if (way := best[bisect_right(borders, start) - 1]) is not None
         }
-        dealt = self._put_together(taken, cuts)
+        dealt = self._put_together(taken, cuts, {kind: ways})
         with suppress(UnsupportedError):
             candidate, used = self._evaluated(dealt)
             if not self._over(used) and self._fits_host(candidate):
                 return replace(candidate, limited=True)
         return None
-
-    def _alone(self, way: Way, cuts: Sequence[int]) -> list[tuple[float, int]]:
-        """Seconds of a step, and bytes, of the stages that cuts make, all in one way."""
-        (kind,) = self.search.kinds
-        count = self.layout.num_stages
-        pipeline = split_lanes(self.analysis, equal_lanes(way.plan, count), cuts, self.layout.lanes)
-        lowered = lower_some(
-            self.analysis,
-            Kind(way.plan, kind.cost),
-            pipeline,
-            range(count),
-            splits_backward=schedule_named(self.layout.schedule).splits_backward,
-        )
-        rows = turns_of(self.layout.schedule, count, 1, self.microbatches)
-        found = []
-        for stage, row in enumerate(rows):
-            own, away = lowered[stage], states_on_host(pipeline.stages[stage])
-            (chunk,) = own.chunks
-            held = predicted_memory(own.together, own.peak(row), self.request.optimizer, away=away)
-            each_s = chunk.time.forward_s + chunk.time.backward_s
-            found.append((self.microbatches * each_s, held.total_bytes))
-        return found
 
     def _over(self, used: Sequence[int]) -> list[int]:
         """Stages that hold more than they may."""
@@ -333,13 +317,16 @@ class _Stagewise:
         return Link(latency_s=latency_s, bytes_per_s=num_bytes / moved_s)
 
     def _taken(self, choice: Choice) -> dict[int, int]:
-        """Way of every unit: those of a kind on one chunk take theirs one after the other."""
+        """Way of every unit: those of a kind on one chunk take theirs one after the other.
+
+        The one that holds least comes first: when it runs again, those behind it hold no more.
+        """
         taken: dict[int, int] = {}
         for piece in choice.pieces:
             left = {own: list(counts) for own, counts in piece.counts.items()}
             for unit in range(piece.first, piece.end):
                 counts = left[self.units.kinds[unit]]
-                way = next(n for n, count in enumerate(counts) if count)
+                way = max(n for n, count in enumerate(counts) if count)
                 counts[way] -= 1
                 taken[unit] = way
         return taken
@@ -365,9 +352,14 @@ class _Stagewise:
     def _dealt(self, choice: Choice) -> _Dealt:
         """The choice put together."""
         cuts = tuple(self.units.starts[piece.first] for piece in choice.pieces[1:])
-        return self._put_together(self._taken(choice), cuts)
+        return self._put_together(self._taken(choice), cuts, self.ways)
 
-    def _put_together(self, taken: Mapping[int, int], cuts: tuple[int, ...]) -> _Dealt:
+    def _put_together(
+        self,
+        taken: Mapping[int, int],
+        cuts: tuple[int, ...],
+        ways_of_kinds: Mapping[MeshSearch, Sequence[Way]],
+    ) -> _Dealt:
         """Units, each in a way, cut into chunks."""
         search, lanes = self.search, self.layout.lanes
         borders = [0, *cuts, self.units.starts[-1]]
@@ -376,7 +368,7 @@ class _Stagewise:
         told: dict[MeshSearch, tuple[Built, Solution]] = {}
         for kind in search.kinds:
             own = {u: way for u, way in taken.items() if search.searches[lane_of[u]] is kind}
-            ways = self.ways[kind]
+            ways = ways_of_kinds[kind]
             kinds[kind] = Kind(composed(self.units, [way.plan for way in ways], own), kind.cost)
             way = ways[_commonest(own)]
             bound_s = min(self.fastest[kind][1].bound_s, way.solution.objective_s)
@@ -395,6 +387,92 @@ class _Stagewise:
         return evaluate_pipeline(self.analysis, self.request, self.search, dealt.told, stages)
 
 
+class _Alone:
+    """Stages of given cuts, each lowered alone in one way or another.
+
+    Attributes:
+        cuts: Positions in the forward at which stages but the first begin.
+    """
+
+    def __init__(self, state: _Stagewise, kind: MeshSearch, cuts: tuple[int, ...]) -> None:
+        self.state = state
+        self.kind = kind
+        self.cuts = cuts
+        layout = state.layout
+        self.rows = turns_of(layout.schedule, layout.num_stages, 1, state.microbatches)
+        self.built, self.problems = problems_of(kind, state.left_s)
+        self._between: dict[tuple[bool, float], Way | None] = {}
+        self._apart = {(way.solution.objective_s, _sums(way)): way for way in state.ways[kind]}
+        self._pipelines: dict[Way, Pipeline] = {}
+        self._known: dict[tuple[Way, int], tuple[float, int]] = {}
+
+    def fastest(self, stage: int) -> Way | None:
+        """The fastest way in which a stage fits, with copies to the host or without."""
+        found = [way for own in self.problems for way in self._fitting(stage, own)]
+        return min(found, key=lambda way: self._measured(way, stage)[0], default=None)
+
+    def _fitting(self, stage: int, problem: Problem) -> list[Way]:
+        """The first in which a stage fits, of ways that hold less and less, and some before it."""
+        copies = problem is self.problems[0]
+        known = [way for way in self.state.ways[self.kind] if copies or not way.plan.copies]
+        ways = sorted(known, key=lambda way: -_sums(way))
+        first = bisect_left(ways, True, key=lambda way: self._fits(way, stage))
+        if first == len(ways):
+            return []
+        found, low = [ways[first]], _sums(ways[first])
+        high = _sums(ways[first - 1]) if first else low
+        for _ in range(HALVED):
+            middle = (low + high) / 2
+            way = self._within(problem, middle) if high > (1 + NEAR) * low else None
+            if way is None:
+                break
+            if self._fits(way, stage):
+                found.append(way)
+                low = middle
+            else:
+                high = min(middle, _sums(way))
+        return found
+
+    def _within(self, problem: Problem, limit: float) -> Way | None:
+        """The fastest way that holds no more in all, by its sums."""
+        key = problem is self.problems[0], limit
+        if key not in self._between:
+            solved = self.built, problem
+            found = within(self.state.analysis, solved, limit, self.state.left_s)
+            if found is not None:
+                found = self._apart.setdefault((found.solution.objective_s, _sums(found)), found)
+            self._between[key] = found
+        return self._between[key]
+
+    def _fits(self, way: Way, stage: int) -> bool:
+        return self._measured(way, stage)[1] <= self.kind.allowed
+
+    def _measured(self, way: Way, stage: int) -> tuple[float, int]:
+        """Seconds of a microbatch, and bytes, of a stage."""
+        if (way, stage) not in self._known:
+            self._known[way, stage] = self._lowered(way, stage)
+        return self._known[way, stage]
+
+    def _lowered(self, way: Way, stage: int) -> tuple[float, int]:
+        state, layout = self.state, self.state.layout
+        if way not in self._pipelines:
+            wholes = equal_lanes(way.plan, layout.num_stages)
+            self._pipelines[way] = split_lanes(state.analysis, wholes, self.cuts, layout.lanes)
+        pipeline = self._pipelines[way]
+        own = lower_some(
+            state.analysis,
+            Kind(way.plan, self.kind.cost),
+            pipeline,
+            (stage,),
+            splits_backward=schedule_named(layout.schedule).splits_backward,
+        )[stage]
+        away = states_on_host(pipeline.stages[stage])
+        peak = own.peak(self.rows[stage])
+        memory = predicted_memory(own.together, peak, state.request.optimizer, away=away)
+        (chunk,) = own.chunks
+        return chunk.time.forward_s + chunk.time.backward_s, memory.total_bytes
+
+
 @dataclass(frozen=True, slots=True)
 class _Dealt:
     """What a choice of the inter-op program comes to.
@@ -408,6 +486,11 @@ class _Dealt:
     told: Mapping[MeshSearch, tuple[Built, Solution]]
     stages: Sequence[Lane]
     cuts: tuple[int, ...]
+
+
+def _sums(way: Way) -> float:
+    """Bytes of the whole step at most, by the sums of its solution."""
+    return max(way.solution.memory_bytes)
 
 
 def _commonest(taken: Mapping[int, int]) -> int:

@@ -17,7 +17,7 @@ from tests.oracles.stagecuts import StageCuts
 
 STAGES, MICROBATCHES = 4, 8
 SLOW = (
-    *(("blocks", part) for part in (0.6, 0.8, 0.9)),
+    *(("blocks", part) for part in (0.6, 0.64, 0.7, 0.8, 0.9)),
     *(("gpt2", p) for p in (0.6, 0.7, 0.8, 0.9)),
 )
 
@@ -62,8 +62,8 @@ def kept_bytes(name: str) -> int:
 @pytest.mark.parametrize(
     ("name", "part"),
     [
-        ("blocks", 0.64),
-        ("blocks", 0.7),
+        ("blocks", 0.57),
+        ("blocks", 0.72),
         *(pytest.param(*own, marks=pytest.mark.large) for own in SLOW),
     ],
 )
