@@ -32,7 +32,7 @@ class HintError(AutoparError):
 
 
 class InfeasibleError(AutoparError):
-    """It is proven that no plan meets the limits and hints."""
+    """No plan was found that meets limits and hints; the message says whether that is proven."""
 
 
 class SearchTimeoutError(AutoparError):

@@ -32,7 +32,7 @@ def best_plan(step_of: StepOf) -> Plan:
 
     Raises:
         HintError: A hint matches nothing or contradicts another.
-        InfeasibleError: It is proven that no plan fits the memory.
+        InfeasibleError: No plan was found that fits the memory.
         SearchTimeoutError: The time ran out before a plan was found.
         UnsupportedError: The hints ask for microbatches that the step cannot run in.
     """

@@ -55,7 +55,7 @@ def make_plan(analysis: Analysis, request: Request) -> Plan:
 
     Raises:
         HintError: A hint matches nothing or contradicts another.
-        InfeasibleError: It is proven that no plan fits the memory.
+        InfeasibleError: No plan was found that fits the memory.
         SearchTimeoutError: The time ran out before a plan was found.
     """
     first_batch = request.settled_plan is None

@@ -54,10 +54,17 @@ def nothing_fits(
         default=None,
     )
     largest = "" if biggest is None else f", the largest parameter is {biggest.target!r}"
+    meshes = f"{len(failures)} mesh{'es' if len(failures) > 1 else ''}"
+    proof = f"no plan fits on the {meshes} tried, which is proven"
+    if not all(f.proven for f in failures):
+        proof = f"no plan that fits was found on the {meshes} tried, which is no proof"
+    needs = f"needs {bytes_text(least)}"
+    if least <= limit:
+        # Of the sums that the search knows; a program holds more.
+        needs = f"needs more than {bytes_text(least)}"
     return InfeasibleError(
-        f"cannot fit the step into {bytes_text(limit)} a rank: the least found over "
-        f"{len(failures)} meshes needs {bytes_text(least)}{where}{largest}; use more ranks, "
-        "a smaller batch, or raise hint.memory_limit"
+        f"cannot fit the step into {bytes_text(limit)} a rank: {proof}; the least found "
+        f"{needs}{where}{largest}; use more ranks, a smaller batch, or raise hint.memory_limit"
     )
 
 
