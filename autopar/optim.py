@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +14,10 @@ from torch.optim.adamw import adamw
 
 from autopar.runtime.host import Copies, computes_on, host_zeros, settle
 from autopar.runtime.optimizer import has_host_state, is_at_home
+from cost_models.memory import PIECES, piece_elements
 
 BUCKET_ELEMENTS = 1 << 24
-"""Elements whose state is on the device at once; two such buckets are under way together."""
+"""Elements of a bucket: the state of twice as many is on the device at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +58,10 @@ class AdamW(torch.optim.AdamW):
     """torch's AdamW, with the state of some parameters in host memory.
 
     The plan says of which parameters; of others it is on the device. What is in host memory is
-    updated in buckets: two moments of a bucket (and the parameter and its gradient, if their home
-    is there) come to the device while the bucket before is updated and the one before that goes
-    back. Every element is computed as torch's AdamW does. State dicts are those of torch's AdamW.
+    updated in pieces, three of which take what two buckets do: two moments of a piece (and the
+    parameter and its gradient, if their home is there) come to the device while the piece before is
+    updated and the one before that goes back. Every element is computed as torch's AdamW does.
+    State dicts are those of torch's AdamW.
     """
 
     updates_from_host = True
@@ -84,7 +87,7 @@ class AdamW(torch.optim.AdamW):
             eps: Added to the root of the second.
             weight_decay: Part of a parameter, times the learning rate, that a step takes off.
             maximize: Step up the gradient.
-            bucket_elements: Elements whose state is brought to the device at once.
+            bucket_elements: Half of the elements whose state is on the device at once.
         """
         super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize)
         self.bucket_elements = bucket_elements
@@ -107,7 +110,8 @@ class AdamW(torch.optim.AdamW):
             away = [p for p in stepped if has_host_state(p)]
             for device, own in _by_device(away).items():
                 items = [_whole(p, self.state[p]) for p in own]
-                self._update_away(group, _buckets(items, self.bucket_elements), device)
+                size = piece_elements(self.bucket_elements)
+                self._update_away(group, _pieces(items, size), device)
         return loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -147,29 +151,26 @@ class AdamW(torch.optim.AdamW):
                 state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
     def _update_away(
-        self, group: dict[str, Any], buckets: Sequence[Sequence[_Slice]], device: torch.device
+        self, group: dict[str, Any], pieces: Sequence[Sequence[_Slice]], device: torch.device
     ) -> None:
-        """Update buckets, each beside the copies of its neighbours: two are here at a time."""
+        """Update pieces, each while the next one comes and the one before it leaves."""
         copies = self._copies.setdefault(device, Copies(device))
-        coming = _fetched(copies, buckets[0])
-        leaving: list[Tensor] = []
-        for number, bucket in enumerate(buckets):
+        coming = _fetched(copies, pieces[0])
+        leaving: deque[list[Tensor]] = deque()
+        for number, piece in enumerate(pieces):
             here = [item.brought([copies.wait(value) for value in own]) for item, own in coming]
-            coming = []
-            while leaving:
-                copies.wait(leaving.pop())
-            if number + 1 < len(buckets):
-                coming = _fetched(copies, buckets[number + 1])
+            # The next one takes the place of the last but one.
+            while len(leaving) > PIECES - 2:
+                _landed(copies, leaving.popleft())
+            coming = _fetched(copies, pieces[number + 1]) if number + 1 < len(pieces) else []
             _update(group, here)
-            for item, now in zip(bucket, here, strict=True):
-                for room, value in zip(item.changed, now.changed, strict=True):
-                    leaving.append(copies.to_host(value, room))
-            del here, now, value
+            leaving.append(_returned(copies, piece, here))
+            del here
         while leaving:
-            copies.wait(leaving.pop())
-        if any(item.at_home for bucket in buckets for item in bucket):
+            _landed(copies, leaving.popleft())
+        if any(item.at_home for piece in pieces for item in piece):
             settle(device)
-        for step in {id(s.step): s.step for bucket in buckets for s in bucket}.values():
+        for step in {id(s.step): s.step for piece in pieces for s in piece}.values():
             step += 1
 
 
@@ -184,9 +185,24 @@ def _by_device(parameters: Iterable[Tensor]) -> dict[torch.device, list[Tensor]]
     return found
 
 
-def _fetched(copies: Copies, bucket: Sequence[_Slice]) -> list[tuple[_Slice, list[Tensor]]]:
-    """What of a bucket is in host memory, on its way to the device."""
-    return [(item, [copies.to_device(value) for value in item.away]) for item in bucket]
+def _fetched(copies: Copies, piece: Sequence[_Slice]) -> list[tuple[_Slice, list[Tensor]]]:
+    """What of a piece is in host memory, on its way to the device."""
+    return [(item, [copies.to_device(value) for value in item.away]) for item in piece]
+
+
+def _returned(copies: Copies, piece: Sequence[_Slice], here: Sequence[_Slice]) -> list[Tensor]:
+    """What the update of a piece changed, on its way to where it came from."""
+    return [
+        copies.to_host(value, room)
+        for item, now in zip(piece, here, strict=True)
+        for room, value in zip(item.changed, now.changed, strict=True)
+    ]
+
+
+def _landed(copies: Copies, leaving: Iterable[Tensor]) -> None:
+    """Wait for a piece that leaves, and let it go."""
+    for room in leaving:
+        copies.wait(room)
 
 
 def _whole(parameter: Tensor, state: dict[str, Any]) -> _Slice:
@@ -197,9 +213,9 @@ def _whole(parameter: Tensor, state: dict[str, Any]) -> _Slice:
     return _Slice(own, gradient, (first, second), state["step"], is_at_home(parameter))
 
 
-def _buckets(items: Sequence[_Slice], num_elements: int) -> list[list[_Slice]]:
-    """The parameters one after the other, cut into buckets of at most so many elements."""
-    buckets: list[list[_Slice]] = [[]]
+def _pieces(items: Sequence[_Slice], num_elements: int) -> list[list[_Slice]]:
+    """The parameters one after the other, cut into pieces of at most so many elements."""
+    pieces: list[list[_Slice]] = [[]]
     room = num_elements
     for item in items:
         parameter, gradient = item.parameter.view(-1), item.gradient.reshape(-1)
@@ -207,15 +223,15 @@ def _buckets(items: Sequence[_Slice], num_elements: int) -> list[list[_Slice]]:
         start = 0
         while start < parameter.numel():
             if room == 0:
-                buckets.append([])
+                pieces.append([])
                 room = num_elements
             own = slice(start, start + room)
             moments = (first[own], second[own])
-            piece = _Slice(parameter[own], gradient[own], moments, item.step, item.at_home)
-            buckets[-1].append(piece)
-            room -= piece.parameter.numel()
-            start += piece.parameter.numel()
-    return [bucket for bucket in buckets if bucket]
+            part = _Slice(parameter[own], gradient[own], moments, item.step, item.at_home)
+            pieces[-1].append(part)
+            room -= part.parameter.numel()
+            start += part.parameter.numel()
+    return [piece for piece in pieces if piece]
 
 
 def _update(group: dict[str, Any], items: Sequence[_Slice]) -> None:

@@ -19,8 +19,8 @@ class OptimizerSpec:
         step_transient_bytes: Bytes an element that the update needs for a moment.
         moments: State tensors of the parameter's shape and dtype, as torch's optimizers make them
             (AdamW: 2); None for ``state_bytes`` whatever the dtype.
-        host_bucket_elements: Elements of a bucket in which it updates state that is in host memory;
-            None if it keeps its state on the device.
+        host_bucket_elements: Half of the elements that are on the device at a time while it updates
+            state that is in host memory; None if it keeps its state on the device.
     """
 
     state_bytes: float = 8.0

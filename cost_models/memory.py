@@ -138,6 +138,16 @@ def bucketed_optimizer_bytes(num_parameters: float, bucket_parameters: float) ->
     return 4 * num_parameters + 16 * bucket_parameters
 
 
+PIECES = 3
+"""Pieces of a bucketed update that are on the device at a time: one comes, one is updated, one
+leaves."""
+
+
+def piece_elements(bucket_elements: int) -> int:
+    """Elements of a piece of a bucketed update: all that are there take what two buckets do."""
+    return max(1, 2 * bucket_elements // PIECES)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
     """A GPT layer and how it is split.

@@ -12,6 +12,7 @@ from autopar.lower.stretch import ONCE, Repeats, weights
 from autopar.options import OptimizerSpec
 from autopar.plan.records import StagePlan
 from cost_models.cluster import Device
+from cost_models.memory import PIECES, piece_elements
 from cost_models.overlap import both_copies, together_s
 
 
@@ -23,7 +24,8 @@ class Update:
         parameter_bytes: Of all parameters on the device, frozen ones too.
         gradient_bytes: Of all gradients there.
         state_bytes: Optimizer state there; ``host_state_bytes`` that in host memory.
-        scratch_bytes: Of buckets on the device while what is in host memory is updated.
+        piece_bytes: That come to the device at a time while what is in host memory is updated, in
+            pieces; ``scratch_bytes`` of the pieces that are there together.
         host_parameter_bytes: Of trained parameters whose home is host memory;
             ``host_gradient_bytes`` of their gradients.
     """
@@ -33,23 +35,28 @@ class Update:
     state_bytes: int
     host_state_bytes: int
     scratch_bytes: int
+    piece_bytes: int
     host_parameter_bytes: int = 0
     host_gradient_bytes: int = 0
 
     def seconds(self, device: Device) -> float:
         """Seconds on a device: bound by memory, and by the host link for what is in host memory.
 
-        Buckets go out while others come in; one of them has nothing beside it. Gradients come in
-        and do not go out again.
+        Pieces go out while others come in and one is updated; the first to come and the last to go
+        have nothing beside them. Gradients come in and do not go out again.
         """
         rate = update_bytes_per_s(device)
         moved = 2 * (self.parameter_bytes + self.state_bytes) + self.gradient_bytes
         out = self.host_state_bytes + self.host_parameter_bytes
         here_s = (2 * out + self.host_gradient_bytes) / rate
+        came = out + self.host_gradient_bytes
+        if not came:
+            return moved / rate
         link = device.host_link_bytes_per_s
-        came_s = (out + self.host_gradient_bytes) / link
-        both_s = together_s(came_s, out / link, both_copies(device.kind))
-        return moved / rate + max(here_s, both_s + self.scratch_bytes / 2 / link)
+        comes_s = self.piece_bytes / link
+        goes_s = comes_s * out / came
+        both_s = together_s(came / link - comes_s, out / link - goes_s, both_copies(device.kind))
+        return moved / rate + comes_s + max(here_s, both_s) + goes_s
 
 
 def states_on_host(*stages: StagePlan) -> frozenset[str]:
@@ -94,13 +101,16 @@ def update_of(
             largest = max(largest, element + brought)
         else:
             here += state
-    bucket = largest * (optimizer.host_bucket_elements or 0)
+    come = there + at_home + delivered
+    bucket = optimizer.host_bucket_elements
+    piece = 0.0 if bucket is None else min(largest * piece_elements(bucket), come)
     return Update(
         parameter_bytes=parameters,
         gradient_bytes=gradients,
         state_bytes=int(here),
         host_state_bytes=int(there),
-        scratch_bytes=int(min(2 * bucket, there + at_home + delivered)),
+        scratch_bytes=int(min(PIECES * piece, come)),
+        piece_bytes=int(piece),
         host_parameter_bytes=at_home,
         host_gradient_bytes=delivered,
     )

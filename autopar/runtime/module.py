@@ -143,7 +143,7 @@ def build_module(
         groups: The group of each mesh axis, in mesh order.
         device: What device constants mean.
     """
-    build = _Build(groups=groups, device=device)
+    build = _Build(groups=groups, device=device, copies=Copies(device))
     for position, entry in enumerate(program.inputs):
         # Not by their own names: FX lets one that shadows a builtin clobber another.
         build.values[Ref(entry.name)] = build.graph.placeholder(f"input_{position}")
@@ -176,7 +176,12 @@ def begun_before(
     return tuple(i for i in everything if i.name in waited)
 
 
-def build_part(part: Part, groups: tuple[AxisGroup, ...], device: torch.device) -> fx.GraphModule:
+def build_part(
+    part: Part,
+    groups: tuple[AxisGroup, ...],
+    device: torch.device,
+    copies: Copies | None = None,
+) -> fx.GraphModule:
     """The module that runs a part of a program.
 
     Its forward takes the number of the microbatch and a list of the inputs, which it empties, so
@@ -186,8 +191,9 @@ def build_part(part: Part, groups: tuple[AxisGroup, ...], device: torch.device) 
         part: What to run.
         groups: The group of each mesh axis, in mesh order.
         device: What device constants mean.
+        copies: Of all parts among which one waits for what another begins; None for its own.
     """
-    build = _Build(groups=groups, device=device)
+    build = _Build(groups=groups, device=device, copies=copies or Copies(device))
     build.number = build.graph.placeholder("microbatch_number")
     box = build.graph.placeholder("box")
     for position, ref in enumerate(part.inputs):
@@ -202,15 +208,12 @@ class _Build:
 
     groups: tuple[AxisGroup, ...]
     device: torch.device
+    copies: Copies
     graph: fx.Graph = field(default_factory=fx.Graph)
     values: dict[Ref, fx.Node] = field(default_factory=dict)
     begun: dict[Ref, Instruction] = field(default_factory=dict)
     number: fx.Node | None = None
     current: str = ""
-    copies: Copies = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.copies = Copies(self.device)
 
     def finish(self, instructions: Sequence[Instruction], outputs: Sequence[Ref]) -> fx.GraphModule:
         """The module, after the inputs were declared."""

@@ -23,6 +23,7 @@ from autopar.lower.program import (
 )
 from autopar.lower.segments import Segment, segments
 from autopar.lower.unroll import Turn, lives, of_turn, totals_of
+from autopar.runtime.host import Copies
 from autopar.runtime.loop import Built, arrived, as_alias, join, owned, part_of, reduce_of
 from autopar.runtime.mail import Mail, Route
 from autopar.runtime.module import AxisGroup, Part, begun_before, build_part
@@ -103,6 +104,7 @@ class _Stage:
         self.device = device
         self.modules: tuple[fx.GraphModule, ...] = ()
         self._groups = groups
+        self._copies = Copies(device)
         self._mail = Mail(programs, source.route, device)
         self._now: Turn | Section | None = None
         self._given = [Ref(entry.name) for entry in self.first.inputs]
@@ -149,7 +151,7 @@ class _Stage:
         read = dict.fromkeys(r for i in instructions for r in i.operands if r.node not in names)
         begun = begun_before(instructions, self.first.instructions)
         part = Part(tuple(instructions), tuple(read), outs, begun)
-        module = build_part(part, self._groups, self.device)
+        module = build_part(part, self._groups, self.device, self._copies)
         self.modules += (module,)
         return _Part(module.forward, part)
 

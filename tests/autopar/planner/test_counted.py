@@ -35,6 +35,7 @@ STEPS: dict[str, Any] = {
     "resnet": models.resnet,
     "unet": models.unet,
 }
+OTHERS: dict[str, Any] = {"small gpt2": lambda: models.gpt2(layers=2)}
 PRECISIONS = (None, "bf16", "zero_paper")
 SCHEDULES = ("1f1b", "zb-h1", "gpipe", "interleaved", "zb-v")
 LINKS = (0.0, 1e8, 1e9, 1e10)
@@ -47,7 +48,7 @@ PARTS = (None, 0.9, 0.7, 0.5, 0.35)
 @functools.cache
 def step(name: str, precision: str | None) -> tuple[Analysis, dict[str, Tensor]]:
     """A captured step, and what enters it."""
-    built = STEPS[name]()
+    built = (STEPS | OTHERS)[name]()
     captured = capture_step(*built, grad=True, precision=precision_of(precision))
     analysis = analyse(captured.graph)
     values = values_of(built[0], built[1], analysis, captured)
@@ -138,6 +139,27 @@ def test_casts_of_streamed_parameters_leave_the_device(link: float) -> None:
     assert len(analysis.casts) == len(plan.stage.parameters)
     assert not any(plan.stage.kept.get(cast) for cast in analysis.casts)
     assert plan.prediction.memory.parameters_bytes == 0
+
+
+@pytest.mark.large
+def test_copies_before_the_loop_of_a_stage_may_be_awaited_behind_a_message() -> None:
+    """Of a tied weight that another stage needs, before what else is cast there has left."""
+    case = Case(
+        name="small gpt2",
+        precision="bf16",
+        cluster=hosted(2, 1e8),
+        optimizer=OptimizerSpec(moments=2, host_bucket_elements=512),
+        hints=(
+            hint.microbatches(2),
+            hint.degrees(pp=2, dp=1, tp=1),
+            hint.schedule("1f1b"),
+            hint.offload("parameters"),
+        ),
+        part=None,
+    )
+    plan = assert_counted(case)
+    analysis, _ = step(case.name, case.precision)
+    assert all(analysis.casts.keys() & set(stage.offloaded) for stage in plan.stages)
 
 
 QUICK = (6, 26, 31, 35, 56)

@@ -32,6 +32,7 @@ from autopar.search.analysis import Analysis, analyse
 from autopar.search.intra import solve
 from autopar.search.problem import Choices, Link, Problem
 from cost_models.cluster import Cluster
+from cost_models.memory import PIECES, piece_elements
 from cost_models.overlap import BOTH_COPIES, together_s
 from tests.oracles.hosts import hosted
 from tests.oracles.live import counted_peaks
@@ -264,9 +265,11 @@ def test_the_optimizers_state_leaves_where_a_hint_says_so(captured: tuple[Analys
     assert all(p.state_on_host for p in found.stage.parameters)
     assert (after.optimizer_bytes, after.host_bytes) == (0, before.optimizer_bytes)
     assert after.total_bytes == before.total_bytes - before.optimizer_bytes
-    # Out and back at once, which slows both; one bucket of the two moments has nothing beside it.
-    each_s = after.host_bytes / 1e9
-    link_s = together_s(each_s, each_s, BOTH_COPIES) + 512 * 8 / 1e9
+    # Out and back at once, which slows both; the first piece of the two moments to come and the
+    # last to go have nothing beside them.
+    piece_s = piece_elements(512) * 8 / 1e9
+    each_s = after.host_bytes / 1e9 - piece_s
+    link_s = together_s(each_s, each_s, BOTH_COPIES) + 2 * piece_s
     more = found.prediction.optimizer_s - free.prediction.optimizer_s
     assert more == pytest.approx(link_s - 2 * after.host_bytes / 20e9, rel=0.3)
     assert "state on host" in str(found)
@@ -287,13 +290,13 @@ def test_an_update_in_buckets_holds_four_bytes_a_parameter_and_sixteen_a_bucket(
         loss=None,
         gradients={"w": Ref("w")},
     )
-    # Master, gradient and moments in fp32; two half buckets are on the device at a time.
+    # Master, gradient and moments in fp32; three pieces of a third are on the device at a time.
     spec = OptimizerSpec(state_bytes=16, host_bucket_elements=bucket // 2)
     here, away = update_of(program, spec), update_of(program, spec, away=("w",))
     totals = [
         u.parameter_bytes + u.gradient_bytes + u.state_bytes + u.scratch_bytes for u in (here, away)
     ]
-    assert totals == [20 * num, 4 * num + 16 * bucket]
+    assert totals == [20 * num, 4 * num + 16 * PIECES * (bucket // PIECES)]
     assert totals[0] / totals[1] == pytest.approx(3.98, rel=0.01)
 
 
