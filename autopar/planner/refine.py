@@ -36,6 +36,12 @@ QUICK = 4000
 WORTH = 0.05
 """Part of a longer step that what runs again must take, at least, for a few per cent of it."""
 
+MANY = 10**7
+"""Classes that may run again, times nodes of the step, up to which moves are looked for.
+
+Each class has moves of its own, and the ledger goes through the step for each.
+"""
+
 
 def refined(
     analysis: Analysis,
@@ -45,7 +51,8 @@ def refined(
 ) -> Candidate:
     """The candidate after local moves, if it then fits and, where it did before, is faster.
 
-    Pipelines are left as they are, and so are plans that run nothing again and fit.
+    Pipelines are left as they are, and so are plans that run nothing again and fit, and steps of
+    very many nodes in many classes.
 
     Args:
         analysis: The step.
@@ -56,6 +63,9 @@ def refined(
     room = candidate.limit_bytes - candidate.memory.total_bytes
     if candidate.num_stages > 1 or not candidate.built.reruns:
         return candidate
+    groups = _groups(candidate.built)
+    if len(groups) * len(analysis.graph.nodes) > MANY:
+        return candidate
     (stage,), (cost,) = candidate.pipeline.stages, candidate.costs
     if room >= 0 and not _promises(analysis, cost, stage, candidate.step_s):
         return candidate
@@ -64,7 +74,7 @@ def refined(
     start = ledger.choice(stage)
     before = ledger.held(start)
     for _ in range(ROUNDS):
-        moves = Moves(ledger, _groups(candidate.built), before.peak_bytes + room)
+        moves = Moves(ledger, groups, before.peak_bytes + room)
         choice = moves.best(start)
         if choice is None or choice == start:
             break
@@ -105,11 +115,11 @@ def _layouts(stage: StagePlan, built: Built) -> Mapping[Ref, tuple[Sharding, ...
     """
     made = {plan.name: plan.outputs for plan in stage.nodes}
     found: dict[Ref, tuple[Sharding, ...]] = {}
-    for names in built.reruns:
+    for rerun, names in zip(built.problem.reruns, built.reruns, strict=True):
         for index in range(len(made[names[0]])):
             own = {name: stage.kept.get(str(Ref(name, index))) for name in names}
             usual = next((kept for kept in own.values() if kept), None)
-            for name in names:
+            for name in names[: round(rerun.most * len(names))]:
                 found[Ref(name, index)] = own[name] or usual or (made[name][index],)
     return found
 

@@ -172,7 +172,7 @@ def _read(
         add((of[names[name]], "gradient"), names[name], ref)
     results = [] if graph.loss is None else [graph.loss]
     for ref in (*results, *(r for _, r in graph.aux), *graph.mutations.values()):
-        add(("result", str(ref)), "", ref)
+        add(("result",), "", ref)
     groups: dict[object, list[Ref]] = {}
     for root, ports in found.items():
         groups.setdefault((of[root.node], root.index, frozenset(ports)), []).append(root)

@@ -401,6 +401,7 @@ class _Builder:
             forward[at] = replace(forward[at], layouts=self._numbers(wanted_at, layouts))
         arcs += tuple(self._copies(node, layouts, group, readers))
         held = 1 if node.op in SOURCE_OPS else self._num_live
+        rerun, made_by = self._rerun_of(group), self.classes[producer]
         size = [local_bytes(layouts.kind, s) * len(group) * held for s in layouts.index]
         size += [0] * len(layouts.homes)
         return (
@@ -414,10 +415,10 @@ class _Builder:
                 backward=tuple(dict.fromkeys(backward)),
                 kept_bytes=tuple(float(s) for s in size),
                 persistent=node.op in SOURCE_OPS,
-                divisible=len(group) > 1,
+                divisible=len(group) > 1 or (rerun is not None and len(made_by.members) > 1),
                 fixed_needs=tuple(sorted(set(fixed))),
                 no_keep=self._not_kept(node, layouts),
-                rerun=self._rerun_of(group),
+                rerun=rerun,
                 again=tuple(dict.fromkeys(again)),
                 leave=self._leave(group, layouts, bool(backward)) if backward or again else None,
                 late=node.phase is Phase.BACKWARD,

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.ir.alias import Alias
-from autopar.ir.graph import PARAMETER, SOURCE_OPS, STREAM, Arg, Const, Graph, Node, Ref
+from autopar.ir.graph import BUFFER, PARAMETER, SOURCE_OPS, STREAM, Arg, Const, Graph, Node, Ref
 
 MIN_RUN = 8
 """Shortest period times copies beyond the first that is worth folding, in nodes."""
@@ -75,16 +75,17 @@ def fold(
         for port, ref in enumerate(node.operands):
             root = aliases[ref].root if ref in aliases else ref
             readers.setdefault(root.node, set()).add((keys[node.name], port))
-    gradient_of = {
-        name: (keys.get(_root(ref, aliases).node), _root(ref, aliases).index)
-        for name, ref in graph.gradients.items()
+    made_for = {
+        (op, name): (keys.get(_root(ref, aliases).node), _root(ref, aliases).index)
+        for op, results in ((PARAMETER, graph.gradients), (BUFFER, graph.mutations))
+        for name, ref in results.items()
     }
     for node in sources:
         own: Hashable = node.name
-        if node.op == PARAMETER:
+        if node.op in (PARAMETER, BUFFER):
             read = frozenset(readers.get(node.name, set()))
             if read:
-                own = (node.op, node.outputs, read, gradient_of.get(node.target))
+                own = (node.op, node.outputs, read, made_for.get((node.op, node.target)))
         keys[node.name] = ("source", own)
     members: dict[Hashable, list[str]] = {}
     for node in (*sources, *nodes):

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from autopar import hint
 from autopar.capture import capture_step
-from autopar.cost.node import axis_seconds
+from autopar.cost.node import NodeCost, axis_seconds
 from autopar.plan.records import Plan
 from autopar.planner.driver import make_plan
 from autopar.planner.lanes import MeshSearch
 from autopar.planner.request import Request
 from autopar.search.analysis import Analysis, analyse
+from autopar.search.build import StateBytes, build_problem, with_reruns
+from autopar.search.intra import least_bytes, solve
+from autopar.search.restrict import Restrictions
 from cost_models.cluster import Cluster
+from tests.benchmarks.superneurons import Family
 from tests.oracles import sequential
 from tests.oracles.live import counted_peaks
 from tests.oracles.models import gpt2
@@ -64,6 +70,20 @@ def sums(analysis: Analysis) -> set[str]:
         for ref in node.operands
         if node.name in of and ref.node in of and of[node.name].index - of[ref.node].index == 1
     }
+
+
+def test_copies_at_the_ends_of_a_stretch_count_as_parts_of_their_class() -> None:
+    """What the first block hands on is read in another way: a value apart."""
+    family = Family(others=(1, 5, 1), inner=4, batch=4, size=32)
+    analysis, cluster = family.analysed(8), Cluster.local(1)
+    cost = NodeCost(cluster.device(0), ONE, axis_seconds(cluster, ONE))
+    states = StateBytes(per_element=4.0, update_bytes_per_s=1e9)
+    plain = build_problem(analysis, ONE, cost, states, Restrictions())
+    problem = with_reruns(plain, every=2).problem
+    least = least_bytes(problem).num_bytes
+    found = solve(replace(problem, memory_limit_bytes=1.01 * least))
+    assert found.choice
+    assert max(found.memory_bytes) <= 1.01 * least * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("copies", [pytest.param(2, marks=pytest.mark.large), 3])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
 from autopar import hint
 from autopar.capture import capture_step
@@ -61,6 +64,18 @@ def test_depth_adds_no_classes() -> None:
         sizes.append(
             len(analyse(capture_step(model, batch, loss, grad=True).graph).folding.classes)
         )
+    assert sizes[0] == sizes[1]
+
+
+def test_depth_adds_no_classes_of_buffers_nor_of_what_they_become() -> None:
+    sizes = []
+    for blocks in (4, 8):
+        layers = ((nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()) for _ in range(blocks))
+        model, batch = nn.Sequential(*itertools.chain(*layers)), torch.zeros(4, 8)
+        graph = capture_step(model, batch, lambda m, x: m(x).sum(), grad=True).graph
+        assert len(graph.mutations) == 3 * blocks
+        found = analyse(graph)
+        sizes.append((len(found.folding.classes), len(found.read)))
     assert sizes[0] == sizes[1]
 
 
