@@ -502,9 +502,9 @@ class _Builder:
         """
         forward, backward = self._compute_before
         if self.analysis.owner(ref).op != PARAMETER:
-            left_s = backward[-1] - backward[self.recompute.position[ref.node]]
+            left_s = backward[-1] - backward[self.recompute.reads.position[ref.node]]
             return max(0.0, link_s - left_s)
-        reads = zip(self.recompute.first_reads(ref), (forward, backward), strict=True)
+        reads = zip(self.recompute.reads.first_reads(ref), (forward, backward), strict=True)
         late = [max(0.0, link_s - before[at]) for at, before in reads if at is not None]
         return sum(late) / max(1, len(late))
 
@@ -853,7 +853,7 @@ class _Builder:
         """Places of the backward at which memory is counted."""
         index = {ref: number for number, group in enumerate(roots) for ref in group}
         recompute = self.recompute
-        found = sorted({*recompute.moments, *self.more_moments})
+        found = sorted({*recompute.reads.moments, *self.more_moments})
         return tuple(self._moment(recompute, at, roots, index) for at in found)
 
     def _moment(
@@ -872,12 +872,12 @@ class _Builder:
         held: dict[int, tuple[float, ...]] = {}
         needed, through = set(), []
         for number, rerun in self.rerun_of.items():
-            if number in recompute.handed_on and recompute.is_late(at):
+            if number in recompute.handed_on and recompute.reads.is_late(at):
                 if together := recompute.remade_together(number, at):
                     needed.add(rerun)
                     held[rerun] = self._handed_on_bytes(number, together)
                 continue
-            if not recompute.is_late(at) or not recompute.may_be_needed(number, at):
+            if not recompute.reads.is_late(at) or not recompute.may_be_needed(number, at):
                 continue
             if recompute.needed_by(number, at):
                 needed.add(rerun)
@@ -910,13 +910,13 @@ class _Builder:
         Between the parts of a split backward it is what weight gradients read.
         """
         pending = self._pending(at)
-        if not pending or any(map(recompute.waits, group)):
+        if not pending or any(map(recompute.reads.waits, group)):
             return 1.0
         return max(0.0, 1.0 - pending / self._num_live)
 
     def _pending(self, at: int) -> float:
         """Microbatches of which weight gradients wait at a moment of the backward."""
-        if not self.recompute.is_late(at):
+        if not self.recompute.reads.is_late(at):
             return 0.0
         repeats = self.graph.nodes[at].name in self.analysis.copies.of
         return self.pending.most if repeats else self.pending.last
@@ -968,7 +968,7 @@ class _Builder:
     def _passing(self, recompute: Recompute, at: int) -> tuple[tuple[int, tuple[float, ...]], ...]:
         """Bytes, under every choice, of what entries make and read in the phase of a moment."""
         found: dict[int, tuple[float, ...]] = {}
-        for number, index, count in recompute.passing(at):
+        for number, index, count in recompute.reads.passing(at):
             entry, _ = self.places[number]
             own = self._bytes_of(number, index)
             before = found.get(entry, (0.0,) * len(own))
@@ -998,7 +998,7 @@ class _Builder:
                 continue
             names = [self.graph.by_name[name].target for name in made.members]
             refs = [self.analysis.root(self.gradients[name]).root for name in names]
-            done = sum(recompute.made_by(ref, at) for ref in refs)
+            done = sum(recompute.reads.made_by(ref, at) for ref in refs)
             if done:
                 yield self.places[number][0], done / len(names)
 
@@ -1275,7 +1275,7 @@ def with_moment(built: Built, node: str) -> Built:
     builder = built.builder
     if any(moment.name == node for moment in built.problem.moments):
         return built
-    builder.more_moments.add(builder.recompute.position[node])
+    builder.more_moments.add(builder.recompute.reads.position[node])
     return replace(built, problem=replace(built.problem, moments=builder.moments(built.roots)))
 
 

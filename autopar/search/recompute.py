@@ -17,20 +17,16 @@ said, whose backward runs first, while everything kept of the others still waits
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.ir.graph import SOURCE_OPS, Node, Phase, Ref
+from autopar.ir.graph import SOURCE_OPS, Phase, Ref
 from autopar.search.analysis import Analysis
-from autopar.search.stages import awaited
-
-FORWARD_MOMENTS, BACKWARD_MOMENTS = 4, 10
-"""Moments at which memory is counted, beside the end of the forward and the update."""
+from autopar.search.reads import Reads, reads_of
 
 NEVER = -1
 
@@ -58,6 +54,11 @@ class Recompute:
     every: int = 1
 
     @cached_property
+    def reads(self) -> Reads:
+        """Where values are made and read."""
+        return reads_of(self.analysis)
+
+    @cached_property
     def classes(self) -> frozenset[int]:
         """Classes of forward nodes that may run again."""
         if not self.allowed:
@@ -74,13 +75,13 @@ class Recompute:
         node = analysis.graph.by_name[name]
         if node.op in SOURCE_OPS or node.phase is not Phase.FORWARD:
             return False
-        if name in analysis.data or name in analysis.behind or name in self._results:
+        if name in analysis.data or name in analysis.behind or name in self.reads.results:
             return False
         if self.in_loop and name not in analysis.looped:
             return False
         return not any(
             self._hands_on(name, reader) and not self._may_hand_on(name, reader)
-            for reader in self._forward_readers(name)
+            for reader in self.reads.early(name)
         )
 
     def _hands_on(self, maker: str, reader: str) -> bool:
@@ -89,7 +90,7 @@ class Recompute:
         made_by, read_by = classes[of[maker]], classes[of[reader]]
         if len(made_by) == 1:
             return False
-        return len(made_by) != len(read_by) or self._copy[maker] != self._copy[reader]
+        return len(made_by) != len(read_by) or self.reads.copy[maker] != self.reads.copy[reader]
 
     def _may_hand_on(self, maker: str, reader: str) -> bool:
         """Whether a value that goes to the next copy, or out of the last one, may run again."""
@@ -109,7 +110,7 @@ class Recompute:
         found = {}
         for number in self.classes if self.every > 1 else ():
             names = self.analysis.folding.classes[number]
-            pairs = ((name, reader) for name in names for reader in self._forward_readers(name))
+            pairs = ((name, reader) for name in names for reader in self.reads.early(name))
             if any(self._hands_on(*pair) for pair in pairs):
                 found[number] = frozenset(
                     name for at, name in enumerate(names[:-1], start=1) if at % self.every
@@ -147,8 +148,8 @@ class Recompute:
         for name in self._forward_backwards:
             if name not in of:
                 continue
-            inside = (of[r] for r in self._forward_readers(name) if of.get(r) in self.classes)
-            if self._late(name) or any(r in found and r not in self.handed_on for r in inside):
+            inside = (of[r] for r in self.reads.early(name) if of.get(r) in self.classes)
+            if self.reads.late(name) or any(r in found and r not in self.handed_on for r in inside):
                 found.add(of[name])
         return frozenset(found)
 
@@ -171,17 +172,10 @@ class Recompute:
             if place is not None and not handed and (place.run, place.index) in handing:
                 inside.setdefault((place.run, place.index), []).append(name)
         for names in inside.values():
-            first = min((at for name in names for at in self._late(name)), default=NEVER)
+            first = min((at for name in names for at in self.reads.late(name)), default=NEVER)
             if first != NEVER:
                 found.setdefault(self.analysis.graph.nodes[first].name, []).extend(names)
         return {reader: tuple(names) for reader, names in found.items()}
-
-    @cached_property
-    def _copy(self) -> Mapping[str, int]:
-        """Number of the copy that a node stands in: its place in its class."""
-        return {
-            name: copy for names in self.analysis.folding.classes for copy, name in enumerate(names)
-        }
 
     def may_leave(self, name: str) -> bool:
         """Whether what a node makes can wait for the backward in host memory."""
@@ -189,52 +183,11 @@ class Recompute:
         node = analysis.graph.by_name[name]
         if node.op in SOURCE_OPS or node.phase is not Phase.FORWARD:
             return False
-        if name in self._results or name in analysis.data:
+        if name in self.reads.results or name in analysis.data:
             return False
         if self.in_loop and name not in analysis.looped:
             return False
-        return not any(reader in analysis.behind for reader in self._forward_readers(name))
-
-    @cached_property
-    def _results(self) -> frozenset[str]:
-        graph = self.analysis.graph
-        refs = [ref for _, ref in graph.aux] + list(graph.mutations.values())
-        if graph.loss is not None:
-            refs.append(graph.loss)
-        return frozenset(self.analysis.root(ref).root.node for ref in refs)
-
-    @cached_property
-    def position(self) -> Mapping[str, int]:
-        """Place of every node in the step."""
-        return {node.name: at for at, node in enumerate(self.analysis.graph.nodes)}
-
-    @cached_property
-    def _reading(self) -> Mapping[Ref, tuple[list[str], list[int]]]:
-        """Of every value, the forward nodes and the positions of backward nodes that read it."""
-        found: dict[Ref, tuple[list[str], list[int]]] = {}
-        for node in self.analysis.graph.nodes:
-            if node.op in SOURCE_OPS or Ref(node.name) in self.analysis.aliases:
-                continue
-            for ref in node.operands:
-                early, late = found.setdefault(self.analysis.root(ref).root, ([], []))
-                if node.phase is Phase.FORWARD:
-                    early.append(node.name)
-                else:
-                    late.append(self.position[node.name])
-        return found
-
-    def _roots(self, name: str) -> list[Ref]:
-        """Values that a node makes and that something reads."""
-        node = self.analysis.graph.by_name[name]
-        refs = (Ref(name, index) for index in range(len(node.outputs)))
-        return [ref for ref in refs if ref in self._reading]
-
-    def _forward_readers(self, name: str) -> list[str]:
-        return [reader for ref in self._roots(name) for reader in self._reading[ref][0]]
-
-    def _late(self, name: str) -> list[int]:
-        """Positions of the backward nodes that read what a node makes."""
-        return [at for ref in self._roots(name) for at in self._reading[ref][1]]
+        return not any(reader in analysis.behind for reader in self.reads.early(name))
 
     def runs_again(self, name: str) -> bool:
         """Whether a node may run again."""
@@ -246,8 +199,8 @@ class Recompute:
         """When a node has run again at the latest, if it does: before its first direct reader."""
         found: dict[str, int] = {}
         for name in self._forward_backwards:
-            direct = self._late(name)
-            later = [found[r] for r in self._forward_readers(name) if self.runs_again(r)]
+            direct = self.reads.late(name)
+            later = [found[r] for r in self.reads.early(name) if self.runs_again(r)]
             found[name] = min(direct) if direct else max(later, default=NEVER)
         return found
 
@@ -257,8 +210,8 @@ class Recompute:
         found: dict[str, int] = {}
         never = len(self.analysis.graph.nodes)
         for name in self._forward_backwards:
-            later = [found[r] for r in self._forward_readers(name) if self.runs_again(r)]
-            found[name] = min([*self._late(name), *later], default=never)
+            later = [found[r] for r in self.reads.early(name) if self.runs_again(r)]
+            found[name] = min([*self.reads.late(name), *later], default=never)
         return found
 
     @property
@@ -279,7 +232,7 @@ class Recompute:
     @cached_property
     def _last_read(self) -> Mapping[Ref, int]:
         found: dict[Ref, int] = {}
-        for ref, (early, late) in self._reading.items():
+        for ref, (early, late) in self.reads.reading.items():
             again = [self._first_needed[name] for name in early if self.runs_again(name)]
             found[ref] = max([*late, *again], default=NEVER)
         return found
@@ -292,30 +245,30 @@ class Recompute:
     def _copies_done(self, moment: int) -> int:
         """How many copies of its block have had their backward by a moment."""
         name = self.analysis.graph.nodes[moment].name
-        return self._copy.get(name, 0) if self.is_late(moment) else 0
+        return self.reads.copy.get(name, 0) if self.reads.is_late(moment) else 0
 
     def needed_by(self, number: int, moment: int) -> bool:
         """Whether the backward itself has read, by a moment, what the class's copy there makes."""
-        return min(self._late(self.copy_at(number, moment)), default=moment + 1) <= moment
+        return min(self.reads.late(self.copy_at(number, moment)), default=moment + 1) <= moment
 
     def readers(self, number: int, moment: int) -> list[tuple[Ref, int]]:
         """(value, class) of what may run again and reads what the class's copy there makes."""
         of = self.analysis.folding.of
         return [
             (ref, of[reader])
-            for ref in self._roots(self.copy_at(number, moment))
-            for reader in self._reading[ref][0]
+            for ref in self.reads.roots(self.copy_at(number, moment))
+            for reader in self.reads.reading[ref][0]
             if self.runs_again(reader) and self.copy_at(of[reader], moment) == reader
         ]
 
     def held(self, number: int, moment: int) -> list[Ref]:
         """Values of the class's copy there that are read at or behind a moment of the backward."""
-        roots = self._roots(self.copy_at(number, moment))
+        roots = self.reads.roots(self.copy_at(number, moment))
         return [ref for ref in roots if self._stays(ref) and self.last_read(ref) >= moment]
 
     def _stays(self, ref: Ref) -> bool:
         """Whether what is made again waits for a reader: it is made for its first one, at once."""
-        early, late = self._reading[ref]
+        early, late = self.reads.reading[ref]
         return bool(late) or sum(self.runs_again(name) for name in early) > 1
 
     def may_be_needed(self, number: int, moment: int) -> bool:
@@ -324,25 +277,8 @@ class Recompute:
 
     def remade_together(self, number: int, moment: int) -> int:
         """Of how many copies a moment holds what they hand on and that ran again, at most."""
-        last = max(self.handed_on[number], key=self.position.__getitem__, default=None)
+        last = max(self.handed_on[number], key=self.reads.position.__getitem__, default=None)
         return self.every - 1 if last is not None and self._earliest[last] <= moment else 0
-
-    def passing(self, moment: int) -> Iterator[tuple[int, int, int]]:
-        """(class, output, number) of values that live at a moment of the phase that makes them."""
-        for (number, index), (made, last) in self._lives_of.items():
-            if count := int(np.count_nonzero((made <= moment) & (moment <= last))):
-                yield number, index, count
-
-    @cached_property
-    def _lives_of(self) -> Mapping[tuple[int, int], tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Of every class and output, where its members' values are made and last read."""
-        found: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        for ref, life in self._lives.items():
-            found.setdefault((self.analysis.folding.of[ref.node], ref.index), []).append(life)
-        return {
-            key: (np.array([a for a, _ in lives]), np.array([b for _, b in lives]))
-            for key, lives in found.items()
-        }
 
     def kept(self, group: tuple[Ref, ...], moment: int) -> int:
         """Of how many values what is kept is held at a moment, beside what passes."""
@@ -357,89 +293,24 @@ class Recompute:
 
     def _spans_of(self, group: tuple[Ref, ...]) -> NDArray[np.int64]:
         """Where values are made, last read in that phase, last read, first read in the backward."""
-        if group not in self._spans:
+        if group[0] not in self._spans:
             spans = [
-                (*self._lives.get(r, (NEVER, NEVER)), self.last_read(r), self._first_read(r))
+                (*self.reads.lives.get(r, (NEVER, NEVER)), self.last_read(r), self._first_read(r))
                 for r in group
             ]
-            self._spans[group] = np.array(spans).T
-        return self._spans[group]
+            self._spans[group[0]] = np.array(spans).T
+        return self._spans[group[0]]
 
     def _first_read(self, ref: Ref) -> int:
         """Where the backward first reads a value, itself or to run something again."""
-        early, late = self._reading.get(ref, ([], []))
+        early, late = self.reads.reading.get(ref, ([], []))
         again = [self._earliest[name] for name in early if self.runs_again(name)]
         return min(late or again, default=len(self.analysis.graph.nodes))
 
-    def first_reads(self, ref: Ref) -> tuple[int | None, int | None]:
-        """Where each phase first reads a value: the forward, and the backward by itself."""
-        early, late = self._reading.get(ref, ([], []))
-        return min(map(self.position.__getitem__, early), default=None), min(late, default=None)
-
     @cached_property
-    def _spans(self) -> dict[tuple[Ref, ...], NDArray[np.int64]]:
-        """Where values are made and read, as asked for."""
+    def _spans(self) -> dict[Ref, NDArray[np.int64]]:
+        """Where the values of groups are made and read, by the first one, as asked for."""
         return {}
-
-    @cached_property
-    def _lives(self) -> Mapping[Ref, tuple[int, int]]:
-        """Of every value that a node makes, where it is made and last read in that phase.
-
-        Gradients of parameters are left out: memory holds them from the backward on.
-        """
-        graph = self.analysis.graph
-        gradients = {self.analysis.root(ref).root for ref in graph.gradients.values()}
-        found = {}
-        for ref, (early, late) in self._reading.items():
-            node = graph.by_name[ref.node]
-            if node.op in SOURCE_OPS or ref in gradients:
-                continue
-            made = self.position[ref.node]
-            reads = [self.position[n] for n in early] if node.phase is Phase.FORWARD else late
-            found[ref] = (made, max(reads, default=made))
-        return found
-
-    @cached_property
-    def moments(self) -> tuple[int, ...]:
-        """Positions of nodes at which memory is counted, in order.
-
-        Of what does not repeat, of the last copies of the forward and of the first ones of the
-        backward: where most passes through, in every part of them.
-        """
-        classes = self.analysis.folding.classes
-        by_name = self.analysis.graph.by_name
-        forward = [names[-1] for names in classes if self._runs(by_name[names[-1]], Phase.FORWARD)]
-        backward = [names[0] for names in classes if self._runs(by_name[names[0]], Phase.BACKWARD)]
-        found = [*self._fullest(forward, FORWARD_MOMENTS)]
-        found += self._fullest(backward, BACKWARD_MOMENTS)
-        return tuple(sorted(set(found)))
-
-    def _fullest(self, names: list[str], parts: int) -> Iterator[int]:
-        """Of each of as many parts of the nodes, the position at which most passes through."""
-        order = sorted(self.position[name] for name in names)
-        for part in range(parts):
-            own = order[len(order) * part // parts : len(order) * (part + 1) // parts]
-            if own:
-                yield max(own, key=self._passing_bytes.__getitem__)
-
-    @cached_property
-    def _passing_bytes(self) -> list[int]:
-        """Bytes of whole values that pass each position."""
-        graph = self.analysis.graph
-        changes = [0] * (len(graph.nodes) + 1)
-        for ref, (made, last) in self._lives.items():
-            size = graph.type_of(ref).num_bytes
-            changes[made] += size
-            changes[last + 1] -= size
-        return list(accumulate(changes))
-
-    @staticmethod
-    def _runs(node: Node, phase: Phase) -> bool:
-        return node.phase is phase and node.op not in SOURCE_OPS
-
-    def waits(self, ref: Ref) -> bool:
-        """Whether gradients of parameters read a value that the rest of the backward may not."""
-        return ref in self._waiting
 
     @property
     def waiting(self) -> Mapping[tuple[int, int], int]:
@@ -448,31 +319,10 @@ class Recompute:
         With the number of members.
         """
         found: dict[tuple[int, int], int] = {}
-        for ref in self._waiting:
+        for ref in self.reads.waiting:
             node = self.analysis.graph.by_name[ref.node]
             late = node.phase is Phase.BACKWARD and node.op not in SOURCE_OPS
-            if (late and node.name in self._awaited) or self.runs_again(ref.node):
+            if (late and node.name in self.reads.awaited) or self.runs_again(ref.node):
                 key = self.analysis.folding.of[ref.node], ref.index
                 found[key] = found.get(key, 0) + 1
         return found
-
-    @cached_property
-    def _awaited(self) -> frozenset[str]:
-        return awaited(self.analysis)
-
-    @cached_property
-    def _waiting(self) -> frozenset[Ref]:
-        found: set[Ref] = set()
-        for node in self.analysis.graph.nodes:
-            is_late = node.phase is Phase.BACKWARD and node.op not in SOURCE_OPS
-            if is_late and node.name not in self._awaited:
-                found.update(self.analysis.root(ref).root for ref in node.operands)
-        return frozenset(found)
-
-    def is_late(self, moment: int) -> bool:
-        """Whether a moment is one of the backward."""
-        return self.analysis.graph.nodes[moment].phase is Phase.BACKWARD
-
-    def made_by(self, ref: Ref, moment: int) -> bool:
-        """Whether a value of the backward has been made by a moment."""
-        return self.position.get(ref.node, moment + 1) <= moment
