@@ -391,18 +391,6 @@ def local_elements(
     return Elements(start, per_microbatch, tuple(reversed(runs)))
 
 
-def is_even(shape: Sequence[int], sharding: Sharding, mesh: Mesh) -> bool:
-    """Whether every rank holds the same number of elements."""
-    for pieces in atoms(shape, sharding):
-        for atom in pieces:
-            held = {
-                atom.local(at) for at in range(1 if atom.axis is None else mesh.sizes[atom.axis])
-            }
-            if len(held) > 1:
-                return False
-    return True
-
-
 def max_local_elements(shape: Sequence[int], sharding: Sharding) -> int:
     """Elements on the rank that holds most (the rank with all coordinates 0, if shares are equal).
 

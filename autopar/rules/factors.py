@@ -16,9 +16,6 @@ from autopar.rules.notation import Dims, Rule, RuleMaker
 LocalArgs = tuple[tuple[Arg, ...], dict[str, Arg]]
 Linear = tuple[frozenset[int], ...]
 
-MAX_INDEX = 9223372036854775807
-"""What ATen writes for "to the end" of a slice."""
-
 
 class Factors:
     """Names and sizes of the factors of a rule under construction."""

@@ -15,8 +15,6 @@ from cost_models.cluster import Cluster
 ROLES = ("dp", "cp", "tp")
 """Order of role axes, outermost first: what talks most lies innermost."""
 
-MAX_AXES = 3
-
 
 def meshes(
     cluster: Cluster, degrees: Degrees | None, *, num_stages: int = 1, max_axes: int = 2

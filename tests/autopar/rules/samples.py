@@ -937,8 +937,6 @@ _NORMALIZATIONS: dict[str, Sampler] = {
 
 # Planes.
 
-_KERNEL: Mapping[int, tuple[int, ...]] = {1: (2,), 2: (2, 2), 3: (2, 2, 2)}
-
 
 def _image(draw: Draw, places: int, size: int = 4) -> Tensor:
     lead = (draw.size(1, 2, 3, 4), draw.size(1, 2, 3))
