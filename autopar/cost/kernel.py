@@ -61,6 +61,39 @@ def is_causal(op: str, args: Sequence[Arg]) -> bool:
     return at < len(args) and args[at] is True
 
 
+def late_kernels(
+    op: str, operands: Sequence[TensorType], rows: int
+) -> tuple[tuple[tuple[TensorType, ...], bool], ...]:
+    """What the rank with the last queries runs of a causal attention: (operands, causal) of each.
+
+    All keys before its own, and the causal square of these; or, with a mask of what it may see, all
+    of them at once.
+
+    Args:
+        op: The attention, or its gradient.
+        operands: Types of its operands, of the rank's queries.
+        rows: Queries of all ranks.
+    """
+    own = tuple(operands)
+    first = 0 if op in _FORWARD else 1
+    query, key = own[first : first + 2]
+    bare = len(own) == (3 if op in _FORWARD else 6) and not op.startswith(_ATTENTION_DROPOUT)
+    if not bare or key.shape[QUERIES] != rows:
+        return ((own, False),)
+    mine = query.shape[QUERIES]
+
+    def of_keys(count: int) -> tuple[TensorType, ...]:
+        cut = (_with_rows(kind, count) for kind in own[first + 1 : first + 3])
+        return (*own[: first + 1], *cut, *own[first + 3 :])
+
+    return ((of_keys(rows - mine), False), (of_keys(mine), True))
+
+
+def _with_rows(kind: TensorType, rows: int) -> TensorType:
+    """The type with so many queries or keys."""
+    return TensorType((*kind.shape[:QUERIES], rows, *kind.shape[QUERIES + 1 :]), kind.dtype)
+
+
 def kernel_seconds(device: Device) -> KernelSeconds:
     """Prices kernels on a device, remembering what it priced."""
 

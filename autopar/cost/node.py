@@ -6,7 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from autopar.cost.kernel import KernelSeconds, is_causal, kernel_seconds
+from autopar.cost.kernel import (
+    QUERIES,
+    KernelSeconds,
+    is_causal,
+    kernel_seconds,
+    late_kernels,
+)
 from autopar.cost.reshard import CollectiveSeconds, Step, copied_elements, repeats, step_s
 from autopar.ir.graph import DTYPE_BYTES, Node, TensorType
 from autopar.ir.sharding import Mesh, Sharding, Split, local_shape, max_local_elements
@@ -106,8 +112,10 @@ class NodeCost:
         reads = tuple(map(local_type, operand_types, operands))
         writes = tuple(map(local_type, node.outputs, outputs))
         own = own_part(rule.flops, self.mesh, (*operands, *outputs), self.fullest)
-        causal = is_causal(node.op, node.args)
-        kernel_s = self.kernel_s(node.op, reads, writes, causal, own)
+        kernel_s = sum(
+            self.kernel_s(node.op, read, writes, causal, own)
+            for read, causal in _kernels(node, reads, writes)
+        )
         times = repeats(self.mesh, *operands, *outputs)
         return (kernel_s + self._synced_s(rule, operands, outputs)) * times
 
@@ -140,3 +148,15 @@ class NodeCost:
                     total += self.collective_s("all_reduce", size, axis)
                     break
         return total
+
+
+def _kernels(
+    node: Node, reads: tuple[TensorType, ...], writes: Sequence[TensorType]
+) -> Sequence[tuple[tuple[TensorType, ...], bool]]:
+    """What a rank runs: (operands, causal); of split causal queries, the rank that sees most."""
+    if not is_causal(node.op, node.args):
+        return ((reads, False),)
+    rows = node.outputs[0].shape[QUERIES]
+    if writes[0].shape[QUERIES] == rows:
+        return ((reads, True),)
+    return late_kernels(node.op, reads, rows)

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from autopar.cost.kernel import QUERIES, is_causal
-from autopar.ir.graph import INPUT, PARAMETER, SOURCE_OPS, Graph, TensorType
+from autopar.ir.graph import INPUT, PARAMETER, Graph, TensorType
 from autopar.ir.sharding import Atom, Sharding, Split, atoms
 from autopar.plan.records import StagePlan
 
@@ -39,8 +39,9 @@ def slowest_coordinates(graph: Graph, stages: Sequence[StagePlan]) -> tuple[int,
     """
     mesh = stages[0].mesh
     found = list(mesh.fullest)
-    pieces = _pieces(graph, stages)
-    for axis in _late_axes(graph, stages):
+    late = _late_axes(graph, stages)
+    pieces = _pieces(graph, stages) if late else {}
+    for axis in late:
         kinds = [
             tuple(atom.local(coordinate) for atom in pieces[axis])
             for coordinate in range(mesh.sizes[axis])
@@ -67,31 +68,28 @@ def _pieces(graph: Graph, stages: Sequence[StagePlan]) -> Mapping[int, set[Atom]
 def _late_axes(graph: Graph, stages: Iterable[StagePlan]) -> set[int]:
     """Axes that split the queries of a causal attention."""
     found: set[int] = set()
-    for stage in stages:
-        for plan in stage.nodes:
-            node = graph.by_name.get(plan.name)
-            if node is None or not is_causal(node.op, node.args):
-                continue
-            queries = plan.outputs[0]
-            found.update(
-                axis
-                for axis, split in enumerate(queries)
-                if isinstance(split, Split) and split.dim == QUERIES
-            )
+    for plan in (plan for stage in stages for plan in stage.nodes):
+        node = graph.by_name.get(plan.name)
+        if node is None or not is_causal(node.op, node.args):
+            continue
+        for axis, split in enumerate(plan.outputs[0]):
+            if isinstance(split, Split) and split.dim == QUERIES:
+                found.add(axis)
     return found
 
 
 def _values(graph: Graph, stage: StagePlan) -> Iterator[tuple[TensorType, Sharding]]:
     """Type and sharding of everything that the plan names."""
-    plans = {plan.name: plan for plan in stage.nodes}
+    by_name = graph.by_name
     stored = {plan.name: plan.stored for plan in stage.parameters}
-    for node in graph.nodes:
-        if node.op == PARAMETER:
-            if node.target in stored:
-                yield node.outputs[0], stored[node.target]
-        elif node.op == INPUT and node.target in stage.inputs:
+    for node in graph.sources(PARAMETER):
+        if node.target in stored:
+            yield node.outputs[0], stored[node.target]
+    for node in graph.sources(INPUT):
+        if node.target in stage.inputs:
             yield node.outputs[0], stage.inputs[node.target]
-        elif node.op not in SOURCE_OPS and node.name in plans:
-            plan = plans[node.name]
-            yield from zip(map(graph.type_of, node.operands), plan.operands, strict=True)
-            yield from zip(node.outputs, plan.outputs, strict=True)
+    for plan in stage.nodes:
+        captured = by_name.get(plan.name)
+        if captured is not None:
+            yield from zip(map(graph.type_of, captured.operands), plan.operands, strict=True)
+            yield from zip(captured.outputs, plan.outputs, strict=True)

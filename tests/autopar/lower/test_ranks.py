@@ -12,7 +12,7 @@ from autopar.cost.kernel import QUERIES
 from autopar.cost.node import NodeCost, axis_seconds, own_part
 from autopar.ir.sharding import Mesh, Partial, Split
 from autopar.lower.ranks import distinct_coordinates, slowest_coordinates
-from autopar.lower.simulate import prices, simulate
+from autopar.lower.simulate import prices, seconds_of, simulate
 from autopar.lower.spmd import lower
 from autopar.plan.records import StagePlan
 from autopar.search.analysis import analyse
@@ -24,13 +24,16 @@ from tests.oracles.random_plans import random_stage
 class Attending(torch.nn.Module):
     """Causal attention of a sequence."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
+        self.dropout = dropout
         self.read = torch.nn.Linear(32, 96)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.read(x).view(*x.shape[:2], 3, 2, 16).permute(2, 0, 3, 1, 4)
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, dropout_p=self.dropout, is_causal=True
+        )
 
 
 def splits_queries(stage: StagePlan) -> bool:
@@ -62,6 +65,29 @@ def test_the_last_rank_of_causal_queries_stands_for_the_others(length: int) -> N
     assert max(taken[at] for at in chosen) == max(taken)
     last = 3 if length == 96 else 2
     assert slowest_coordinates(graph, [stage]) == (last,)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_search_prices_causal_queries_as_the_last_rank_runs_them(masked: bool) -> None:
+    model = Attending(dropout=0.5 if masked else 0.0)
+    x = torch.randn(2, 96, 32)
+    graph = capture_step(model, x, lambda m, b: m(b).sum(), grad=True).graph
+    analysis = analyse(graph)
+    mesh, cluster = Mesh(("a",), (4,)), Cluster.local(4)
+    cost = NodeCost(cluster.device(0), mesh, axis_seconds(cluster, mesh))
+    priced = prices(cluster.device(0), cost.collective_s)
+    stages = (random_stage(analysis, mesh, seed) for seed in range(40))
+    stage = next(stage for stage in stages if splits_queries(stage))
+    program = lower(graph, analysis.rules, stage, (3,), cost.collective_s)
+    ran = seconds_of(program, priced)
+    for plan in stage.nodes:
+        node = graph.by_name[plan.name]
+        if "attention" not in node.op:
+            continue
+        own = (i for i in program.instructions if i.origin == node.name and i.op == node.op)
+        types, rule = analysis.operand_types(node), analysis.rules[node.name]
+        searched_s = cost.seconds(node, rule, types, plan.operands, plan.outputs)
+        assert searched_s == pytest.approx(sum(ran[i.name] for i in own))
 
 
 def test_without_causal_queries_the_first_rank_stands_for_the_others() -> None:
