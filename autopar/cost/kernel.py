@@ -94,6 +94,11 @@ def _with_rows(kind: TensorType, rows: int) -> TensorType:
     return TensorType((*kind.shape[:QUERIES], rows, *kind.shape[QUERIES + 1 :]), kind.dtype)
 
 
+def counts_flops(op: str) -> bool:
+    """Whether an op is priced by the FLOPs that are told, not by the shapes of its operands."""
+    return op not in _PRODUCTS and not op.startswith(_ATTENTION)
+
+
 def kernel_seconds(device: Device) -> KernelSeconds:
     """Prices kernels on a device, remembering what it priced."""
 

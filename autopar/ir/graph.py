@@ -227,7 +227,16 @@ class Graph:
 
     def sources(self, op: str) -> Iterator[Node]:
         """Nodes of one of ``SOURCE_OPS``."""
-        return (node for node in self.nodes if node.op == op)
+        return iter(self._sources[op])
+
+    @cached_property
+    def _sources(self) -> Mapping[str, tuple[Node, ...]]:
+        """Sources of every kind."""
+        found: dict[str, list[Node]] = {op: [] for op in SOURCE_OPS}
+        for node in self.nodes:
+            if node.op in found:
+                found[node.op].append(node)
+        return {op: tuple(nodes) for op, nodes in found.items()}
 
     @property
     def results(self) -> tuple[Ref, ...]:

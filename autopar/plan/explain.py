@@ -26,6 +26,7 @@ from autopar.plan.text import (
     mesh_text,
     op_of,
     place_text,
+    proof_texts,
     render,
     saving_tables,
     section,
@@ -89,6 +90,8 @@ def explain_view(plan: Plan, module: str = "") -> RenderableType:
     if alone:
         parts.append(section(f"{alone_text(alone)}, of {plan.microbatches}", []))
     parts += [legend(cells), *_communication(plan, roots)]
+    if not roots:
+        parts.append(section("proven", [Text(text) for text in proof_texts(plan)]))
     return Group(*parts)
 
 

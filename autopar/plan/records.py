@@ -172,14 +172,37 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AllWays:
+    """What is proven of all ways to plan a step, those that were not looked at too.
+
+    A way is a number of microbatches, a schedule, and stages on meshes.
+
+    Attributes:
+        bound_s: Seconds that no plan takes less than, as simulated; 0 where nothing is proven.
+        gap: (step - bound) / step: the plan is that far from it, at most.
+        tried: Ways that were solved.
+        excluded: Ways that were left out because their bound is not under the step.
+        estimated: Ways that were left out by an estimate, or by the clock.
+    """
+
+    bound_s: float = 0.0
+    gap: float = 1.0
+    tried: int = 0
+    excluded: int = 0
+    estimated: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SearchReport:
     """What the search did.
 
     Attributes:
-        status: ``optimal``, ``feasible`` (stopped within the stated gap) or ``time_limited``.
+        status: Of what was tried: ``optimal``, ``feasible`` (stopped within the stated gap) or
+            ``time_limited``.
         objective_s: Modelled seconds of the step it minimized.
         bound_s: Proven lower bound of the objective over all meshes tried.
         gap: (objective - bound) / objective.
+        all_ways: What is proven of those that were not tried too.
         capture_s: Seconds of capture.
         seconds: Seconds of the search.
         meshes: (mesh as text, objective in seconds or None where it was skipped or infeasible).
@@ -200,6 +223,7 @@ class SearchReport:
     num_classes: int = 0
     num_strategies: int = 0
     num_variables: int = 0
+    all_ways: AllWays = field(default_factory=AllWays)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -442,12 +442,33 @@ def _two(left: RenderableType, right: RenderableType) -> RenderableType:
     return Columns([left, right], padding=(0, 4))
 
 
-def _search(plan: Plan) -> RenderableType:
-    found = plan.search
+def proof_texts(plan: Plan) -> list[str]:
+    """What is proven of the ways that were tried, and of all."""
+    found, every = plan.search, plan.search.all_ways
     modelled = f"{seconds_text(found.objective_s)} if no collective hides"
     proof = f"proven bound {seconds_text(found.bound_s)}, gap {percent_text(found.gap)}"
+    texts = [f"tried ways: {found.status}, modelled {modelled}, {proof}"]
+    if not every.bound_s:
+        return texts
+    far = f"this one is at most {percent_text(every.gap)} from it"
+    if every.gap <= NO_GAP:
+        far = "this one is optimal over all ways"
+    texts.append(f"all ways: no plan can take less than {seconds_text(every.bound_s)}, {far}")
+    left = f"{every.estimated:,} by estimate"
+    if not every.estimated:
+        left = "none by estimate: no other way can be faster"
+    texts.append(f"{every.tried:,} ways tried, {every.excluded:,} left out by proof, {left}")
+    return texts
+
+
+NO_GAP = 1e-3
+"""Part of the step up to which a plan is said to be optimal."""
+
+
+def _search(plan: Plan) -> RenderableType:
+    found = plan.search
     facts = [
-        f"{found.status}: modelled {modelled}, {proof}",
+        *proof_texts(plan),
         f"searched in {seconds_text(found.seconds)}, captured in {seconds_text(found.capture_s)}",
     ]
     if found.num_classes:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from autopar.errors import InfeasibleError, SearchTimeoutError, UnsupportedError
 from autopar.hint import Degrees, Hint, Microbatches, PerMicrobatch
 from autopar.ir.sharding import Mesh
-from autopar.plan.records import Plan
+from autopar.plan.records import AllWays, Plan
 from autopar.planner.batches import microbatch_counts, samples_of
 from autopar.planner.driver import make_plan
 from autopar.planner.hints import settle
@@ -59,7 +59,11 @@ def best_plan(step_of: StepOf) -> Plan:
     if best is None:
         assert failed is not None
         raise failed
-    return replace(best, notes=(*best.notes, *_idle(analysis, patterns)))
+    search = best.search
+    if len(counts) > 1:
+        # What is proven of one number of microbatches says nothing of the others.
+        search = replace(search, all_ways=AllWays())
+    return replace(best, notes=(*best.notes, *_idle(analysis, patterns)), search=search)
 
 
 def _counts(analysis: Analysis, request: Request) -> Sequence[int]:

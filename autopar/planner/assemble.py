@@ -7,7 +7,15 @@ from collections.abc import Mapping, Sequence
 from autopar.hint import Hint, Ranks, Schedule
 from autopar.ir.graph import INPUT, Graph
 from autopar.ir.sharding import Split
-from autopar.plan.records import CollectivePlan, CopyPlan, Plan, Prediction, Saving, SearchReport
+from autopar.plan.records import (
+    AllWays,
+    CollectivePlan,
+    CopyPlan,
+    Plan,
+    Prediction,
+    Saving,
+    SearchReport,
+)
 from autopar.plan.wording import ranks_text
 from autopar.planner.request import Candidate, Request
 from autopar.planner.savings import savings
@@ -22,6 +30,7 @@ def assemble(
     found: Sequence[Candidate],
     *,
     tried: Sequence[tuple[str, float | None]],
+    all_ways: AllWays,
     seconds: float,
     cut_short: bool,
 ) -> Plan:
@@ -33,6 +42,7 @@ def assemble(
         best: The candidate.
         found: All that fit the memory.
         tried: Meshes with what the search modelled on them, None where nothing fits.
+        all_ways: What is proven of those that were not tried too.
         seconds: Of the search.
         cut_short: Whether the clock ended it.
     """
@@ -70,6 +80,7 @@ def assemble(
             num_classes=len(analysis.folding.classes),
             num_strategies=best.built.num_strategies,
             num_variables=best.solution.num_variables,
+            all_ways=all_ways,
         ),
         modules=_modules(graph),
     )

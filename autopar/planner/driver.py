@@ -10,28 +10,31 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from autopar.errors import HintError, UnsupportedError
 from autopar.ir.sharding import Mesh
-from autopar.plan.records import Plan
+from autopar.plan.records import AllWays, Plan
 from autopar.planner.assemble import assemble
 from autopar.planner.batches import (
+    COUNTS,
     batch_misfit,
     in_time,
     microbatch_counts,
     samples_of,
     stage_counts,
 )
+from autopar.planner.bounds import Bounds
 from autopar.planner.cuts import least_starts
 from autopar.planner.failures import keep_conflict, nothing_fits
 from autopar.planner.hints import Settled, check_optimizer, settle
 from autopar.planner.lanes import WORTH, Lanes, prepare
 from autopar.planner.layout import Layout
-from autopar.planner.parts import Part, least_step_s, parts
-from autopar.planner.pipelines import CHEAP, Pipelines, layouts
+from autopar.planner.parts import Part, parts
+from autopar.planner.pipelines import CHEAP, Pipelines, Way, layouts
 from autopar.planner.prove import prove, prove_harder
 from autopar.planner.refine import refined
 from autopar.planner.request import Candidate, Failure, Request
@@ -67,17 +70,19 @@ def make_plan(analysis: Analysis, request: Request) -> Plan:
     first, *others = parts(request, settled)
     outer = _Outer(analysis, first.asked(request), settled)
     outer.run()
-    outers = {first: outer}
+    outers, known = {first: outer}, {first: outer}
     for part in others:
         best_s = min((c.step_s for own in outers.values() for c in own.found), default=math.inf)
-        if least_step_s(analysis, part) >= best_s:
+        left_s = max(0.0, request.time_limit_s - (time.perf_counter() - start))
+        own = _Outer(analysis, part.asked(request, time_limit_s=left_s), settled, best_s)
+        known[part] = own
+        if own.least_s >= best_s:
             continue
-        left_s = request.time_limit_s - (time.perf_counter() - start)
-        if left_s <= 0:
+        if not left_s:
             outer.cut_short = True
-            break
-        outers[part] = _Outer(analysis, part.asked(request, time_limit_s=left_s), settled)
-        outers[part].run_if_allowed()
+            continue
+        outers[part] = own
+        own.run_if_allowed()
     if not any(own.found for own in outers.values()):
         outer.run_harder()
     found = [(part, c) for part, own in outers.items() for c in own.found]
@@ -96,8 +101,23 @@ def make_plan(analysis: Analysis, request: Request) -> Plan:
             for part, own in outers.items()
             for mesh, seconds in own.tried
         ],
+        all_ways=_all_ways(known.values(), best.step_s),
         seconds=time.perf_counter() - start,
         cut_short=any(own.cut_short for own in outers.values()),
+    )
+
+
+def _all_ways(outers: Collection[_Outer], step_s: float) -> AllWays:
+    """What is proven of all ways, of which the best plan that was found takes so long."""
+    bound_s = min(outer.least_s for outer in outers)
+    listed = [way for outer in outers for way in outer.listed()]
+    left = [way.bound_s < step_s for way in listed if not way.tried]
+    return AllWays(
+        bound_s=bound_s,
+        gap=max(0.0, 1 - bound_s / step_s) if step_s else 0.0,
+        tried=len(listed) - len(left),
+        excluded=left.count(False),
+        estimated=left.count(True),
     )
 
 
@@ -112,10 +132,25 @@ def _fewest(found: Sequence[tuple[Part, Candidate]]) -> tuple[Part, Candidate]:
     return min(same, key=lambda own: (own[1].num_ranks, own[1].step_s))
 
 
+@dataclass(frozen=True, slots=True)
+class _Listed:
+    """A way that there is.
+
+    Attributes:
+        bound_s: Seconds that none of its plans takes less than.
+        tried: Whether it was solved.
+    """
+
+    bound_s: float
+    tried: bool
+
+
 class _Outer:
     """The outer choices: stages, schedule, microbatches and mesh.
 
     Attributes:
+        beat_s: Step of the best plan on other ranks.
+        bounds: What is proven of every way.
         tried: Meshes with what the search found on them.
         found: What fits; ``piped`` the pipelines in it, with their meshes.
         failures: What does not.
@@ -124,10 +159,14 @@ class _Outer:
         harder: Whether nothing fits at first, so that local moves and sparse checkpoints are tried.
     """
 
-    def __init__(self, analysis: Analysis, request: Request, settled: Settled) -> None:
+    def __init__(
+        self, analysis: Analysis, request: Request, settled: Settled, beat_s: float = math.inf
+    ) -> None:
         self.analysis = analysis
         self.request = request
         self.settled = settled
+        self.beat_s = beat_s
+        self.bounds = Bounds(analysis, request, settled)
         self.start = time.perf_counter()
         self.tried: list[tuple[str, float | None]] = []
         self.found: list[Candidate] = []
@@ -136,6 +175,8 @@ class _Outer:
         self.ideal_s = math.inf
         self.cut_short = False
         self.harder = False
+        self._laid: dict[tuple[tuple[Mesh, ...], Layout], bool] = {}
+        self._piped: Pipelines | None = None
 
     @property
     def seconds(self) -> float:
@@ -177,7 +218,8 @@ class _Outer:
                 if is_free(degrees):
                     self._try_flat(layout)
         if choices:
-            Pipelines(self.analysis, self.request, settled, self).run(choices)
+            self._piped = Pipelines(self.analysis, self.request, settled, self)
+            self._piped.run(choices)
         if settled.is_piped and not self.found:
             self._try_filled(choices)
         self._refine()
@@ -211,13 +253,19 @@ class _Outer:
             lambda count: any(self._fits(self._in_time(s, count)) for s in choices),
         )
         before = beat_s = math.inf
+        ways = {count: [self._in_time(spaces, count) for spaces in choices] for count in counts}
+        for meshes in itertools.chain.from_iterable(ways.values()):
+            if self._fits(meshes):
+                self._laid.setdefault((meshes, layout), False)
         for count in counts:
             try:
-                here = [self._try(layout, self._in_time(s, count), beat_s) for s in choices]
+                here = [self._try(layout, meshes, beat_s) for meshes in ways[count]]
             except UnsupportedError:
                 # The model needs its whole batch at once: then there are no more microbatches.
                 if count == counts[0]:
                     raise
+                for meshes in itertools.chain.from_iterable(ways[c] for c in counts if c >= count):
+                    self._laid.pop((meshes, layout), None)
                 break
             fitting = [candidate for candidate in here if candidate is not None]
             now = min((c.step_s for c in fitting), default=math.inf)
@@ -237,10 +285,14 @@ class _Outer:
         meshes = self._in_time((flat,), best.mesh.microbatches)
         if self.late() or not self._fits(meshes):
             return
+        self._laid[meshes, layout] = False
+        if self.is_beaten(meshes, best.mesh.microbatches, layout):
+            return
         search = prepare(self.analysis, self.request, self.settled, meshes, layout)
         (kind,) = search.kinds
         self.ideal_s = min(self.ideal_s, _ideal_s(kind.plain))
         if kind.modelled_s(self.left_s) < best.objective_s:
+            self._laid[meshes, layout] = True
             self.finish(search)
         else:
             self.tried.append((search.name, None))
@@ -272,6 +324,9 @@ class _Outer:
         given = self.settled.shares
         if given is not None and len(given) == size:
             return given
+        runs = self.request.cluster.runs_between(first_rank, first_rank + space.num_ranks)
+        if size == 1 or len(runs) == 1:
+            return None
         speeds = [math.inf] * size
         for rank in range(space.num_ranks):
             device = self.request.cluster.device(first_rank + rank)
@@ -288,10 +343,13 @@ class _Outer:
                     raise HintError(misfit)
                 self.failures.append(Failure(mesh, True, float("inf")))
                 return None
+        if self.is_beaten(meshes, meshes[0].microbatches, layout):
+            return None
         if self.late():
             self.failures.append(Failure(meshes[0], False, math.inf))
             return None
         search = prepare(self.analysis, self.request, self.settled, meshes, layout)
+        self._laid[tuple(meshes), layout] = True
         if len(meshes) == 1:
             self.ideal_s = min(self.ideal_s, _ideal_s(search.kinds[0].plain))
         return self.finish(search, beat_s)
@@ -420,6 +478,78 @@ class _Outer:
     @property
     def best_s(self) -> float:
         return min((c.step_s for c in self.found), default=math.inf)
+
+    def is_beaten(self, spaces: Sequence[Mesh], microbatches: int, layout: Layout) -> bool:
+        """Whether it is proven that no plan of a way is faster than the best."""
+        best_s = min(self.best_s, self.beat_s)
+        return best_s < math.inf and self.bounds.way_s(spaces, microbatches, layout) >= best_s
+
+    def listed(self) -> Iterator[_Listed]:
+        """Every way that there is; all of them as one where none was looked at."""
+        if not self.tried:
+            if self.least_s < math.inf:
+                yield _Listed(self.least_s, False)
+            return
+        for (meshes, layout), tried in self._laid.items():
+            count = meshes[0].microbatches
+            yield _Listed(self.bounds.way_s(_spaces(meshes), count, layout), tried)
+        outcomes = self._piped.outcomes if self._piped else {}
+        for way, outcome in outcomes.items():
+            if outcome is not None:
+                bound_s = self.bounds.way_s(way.spaces, way.count, way.layout)
+                yield _Listed(bound_s, outcome)
+        for spaces, layout in self._possible():
+            for count in self._counts(layout) if len(spaces) > 1 else ():
+                meshes = self._in_time(spaces, count)
+                known = (meshes, layout) in self._laid
+                known |= Way(spaces=spaces, count=count, layout=layout) in outcomes
+                if not known and self._fits(meshes):
+                    yield _Listed(self.bounds.way_s(_spaces(meshes), count, layout), False)
+
+    @cached_property
+    def least_s(self) -> float:
+        """Seconds that no plan on these ranks takes less than; infinite where hints allow none."""
+        bounds_s = []
+        for spaces, layout in self._possible():
+            for count in self._counts(layout):
+                # A pipeline may take its ranks' parts of the batch for equal.
+                for own in {spaces, self._shared(spaces, count)}:
+                    bounds_s.append(self.bounds.way_s(own, count, layout))
+        return min(bounds_s, default=math.inf)
+
+    def _counts(self, layout: Layout) -> list[int]:
+        """Microbatches that a layout may run."""
+        forced, num_stages = self.settled.microbatches, layout.num_stages
+        if forced is not None or num_stages == 1:
+            # Without a pipeline, more of them only take longer.
+            return [forced or 1]
+        samples = samples_of(self.analysis.graph)
+        rounds = {count * n for count in COUNTS for n in (1, num_stages)}
+        return [n for n in sorted(rounds) if samples % n == 0 and layout.fits(n)]
+
+    def _possible(self) -> Iterator[tuple[tuple[Mesh, ...], Layout]]:
+        """Meshes of stages, and schedules, that hints leave."""
+        taken, settled = self.request.settled_plan, self.settled
+        if taken is not None:
+            chunks = len(taken.stages) // taken.num_stages
+            spaces = tuple(mesh.space for mesh in taken.meshes)
+            stages = taken.num_stages
+            yield spaces, Layout(schedule=taken.schedule, num_stages=stages, num_chunks=chunks)
+            return
+        with suppress(HintError, UnsupportedError):
+            for spaces in self._choices():
+                for layout in layouts(self.analysis, settled, len(spaces)):
+                    yield spaces, layout
+        if not settled.is_piped:
+            layout = Layout(schedule=settled.schedule, num_stages=1, num_chunks=settled.chunks)
+            with suppress(HintError, UnsupportedError):
+                for spaces in stage_meshes(self.request.cluster, settled.degrees, 1):
+                    yield spaces, layout
+
+
+def _spaces(meshes: Sequence[Mesh]) -> tuple[Mesh, ...]:
+    """Meshes without their time axis."""
+    return tuple(mesh.space for mesh in meshes)
 
 
 SLOWER = 0.02

@@ -99,16 +99,6 @@ def _runs(cluster: Cluster) -> Iterator[Ranks]:
         first += run.count
 
 
-def least_step_s(analysis: Analysis, part: Part) -> float:
-    """Seconds that no step on a part goes below: its ranks share what one of them takes alone.
-
-    What is cut into pieces takes no less in all than it does whole.
-    """
-    devices = {run.device for run in part.cluster.devices}
-    alone_s = min(sum(seconds_alone(analysis, device).values()) for device in devices)
-    return alone_s / part.cluster.num_devices
-
-
 def seconds_alone(analysis: Analysis, device: Device) -> Mapping[str, float]:
     """Seconds of every node on one device."""
     mesh = Mesh(("all",), (1,))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -154,6 +154,10 @@ class Trials(Protocol):
         """Whether the time is over."""
         ...
 
+    def is_beaten(self, spaces: Sequence[Mesh], microbatches: int, layout: Layout) -> bool:
+        """Whether it is proven that no plan of a way is faster than the best."""
+        ...
+
     def finish(self, search: Lanes) -> Candidate | None:
         """Solve, cut and simulate; None if nothing fits."""
         ...
@@ -168,6 +172,7 @@ class Pipelines:
         samples: Of the batch.
         cheap: Times that the step may be lowered because it is short.
         growth: Power of the microbatches with which a step grows.
+        ways: All that there are.
     """
 
     def __init__(
@@ -196,6 +201,7 @@ class Pipelines:
         self._layouts: dict[int, tuple[Layout, ...]] = {}
         self._beside: dict[tuple[Mesh, ...], float] = {}
         self._done: dict[Way, Candidate | None] = {}
+        self.ways: tuple[Way, ...] = ()
 
     def run(self, choices: Sequence[tuple[Mesh, ...]]) -> None:
         """Try what promises most, and in any case what the schedule in force promises.
@@ -203,13 +209,14 @@ class Pipelines:
         Args:
             choices: Meshes of the stages, of more and more stages.
         """
+        self.ways = tuple(way for spaces in choices for way in self._ways(spaces))
         filled = self._filled(choices)
         if self.trials.best_s == math.inf:
             # Something to beat, or else nothing fits.
             self._try_first(filled)
             if self.trials.best_s == math.inf:
                 return
-        ways = [way for spaces in choices for way in self._ways(spaces)]
+        ways = list(self.ways)
         left = max(PIPELINES, self.cheap)
         while left and not self.trials.late():
             ways = [way for way in ways if self._promises(way)]
@@ -223,6 +230,11 @@ class Pipelines:
                 self._try(way)
                 left -= 1
         self._try_first([way for way in filled if self._promises(way)][:FILLED])
+
+    @property
+    def outcomes(self) -> Mapping[Way, bool | None]:
+        """Whether each way was solved; None if it cannot be."""
+        return {way: way in self._done if self._can_be(way) else None for way in self.ways}
 
     def _try_first(self, ways: Sequence[Way]) -> None:
         """Try ways, what promises most first, until one fits."""
@@ -240,6 +252,8 @@ class Pipelines:
     def _promises(self, way: Way) -> bool:
         """Whether a way may be enough faster than the best."""
         if way in self._done or not self._can_be(way):
+            return False
+        if self.trials.is_beaten(way.spaces, way.count, way.layout):
             return False
         least = GAIN if self.cheap or not self._is_vague(way) else WORTH
         return self._estimate_s(way) < (1 - least) * self.trials.best_s

@@ -150,12 +150,15 @@ def run_case(case: Case, save: Path | None, *, profiled: bool) -> Outcome:
                 found.stages[0].mesh.names, found.stages[0].mesh.sizes, strict=True
             )
         )
+        every = found.search.all_ways
         plan = (
             f"{found.num_stages} stages, {found.schedule}, {len(found.stages)} chunks, "
             f"{found.microbatches} microbatches, {mesh}: "
             f"{found.prediction.step_s:.3g} s, "
             f"{found.prediction.memory.total_bytes / 2**30:.3g} GiB, {found.search.status}, "
-            f"gap {found.search.gap:.1%}"
+            f"gap {found.search.gap:.1%}; "
+            f"no plan under {every.bound_s:.3g} s, gap {every.gap:.1%}, {every.tried} ways tried, "
+            f"{every.excluded} left out by proof, {every.estimated} by estimate"
         )
         if save is not None:
             found.save(save / f"{case.config}-{case.nodes}.json")

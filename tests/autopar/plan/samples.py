@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from autopar.ir.graph import DTYPE_BYTES, TensorType
 from autopar.ir.sharding import SUM, WHOLE, AxisSharding, Mesh, Partial, Sharding, Split
 from autopar.plan.records import (
+    AllWays,
     CollectivePlan,
     Memory,
     NodePlan,
@@ -267,6 +268,7 @@ def llama(layers: int = 32, nodes_per_module: int = 30) -> Plan:
             num_classes=93,
             num_strategies=2210,
             num_variables=9127,
+            all_ways=AllWays(bound_s=1.02, gap=0.288, tried=3, excluded=40, estimated=12),
         ),
         modules=modules,
     )

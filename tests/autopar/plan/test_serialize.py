@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from autopar import hint
 from autopar.errors import PlanError
 from autopar.hint import hint_of
-from autopar.plan.records import Plan
+from autopar.plan.records import AllWays, Plan
 from autopar.plan.serialize import from_json, load, save, to_json
 from tests.autopar.plan.samples import llama, plans
 
@@ -31,6 +32,17 @@ def test_a_file_gives_the_plan_back(tmp_path: Path) -> None:
     assert load(path) == plan
     assert Plan.load(str(path)) == plan
     assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_a_plan_saved_before_all_ways_were_bounded_claims_nothing_of_them() -> None:
+    plan = llama(layers=2)
+    document = json.loads(to_json(plan))
+    del document["search"]["all_ways"]
+    old = from_json(json.dumps(document))
+    assert old.search.all_ways == AllWays()
+    assert replace(old, search=plan.search) == plan
+    assert "no plan can take less" in str(plan)
+    assert "no plan can take less" not in str(old)
 
 
 def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:

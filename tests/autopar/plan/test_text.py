@@ -10,7 +10,7 @@ import pytest
 from autopar.errors import PlanError
 from autopar.ir.graph import TensorType
 from autopar.ir.sharding import SUM, WHOLE, Mesh, Partial, Sharding, Split
-from autopar.plan.records import NodePlan, ParameterPlan, StagePlan
+from autopar.plan.records import AllWays, NodePlan, ParameterPlan, StagePlan
 from autopar.plan.text import axis_roles, bar, hint_text, op_of, plan_text
 from autopar.plan.wording import (
     bytes_text,
@@ -33,6 +33,34 @@ def test_the_text_is_as_it_was(name: str) -> None:
     text = str(plan) if name == "plan" else plan.explain(name)
     assert text + "\n" == (GOLDEN / f"llama_{name}.txt").read_text()
     assert max(map(len, text.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    ("every", "texts"),
+    [
+        (
+            AllWays(bound_s=1.02, gap=0.288, tried=3, excluded=1_040, estimated=12),
+            (
+                "no plan can take less than 1.02 s, this one is at most 29 % from it",
+                "3 ways tried, 1,040 left out by proof, 12 by estimate",
+            ),
+        ),
+        (
+            AllWays(bound_s=1.4321, gap=0.0, tried=1, excluded=2),
+            (
+                "no plan can take less than 1.43 s, this one is optimal over all ways",
+                "1 ways tried, 2 left out by proof, none by estimate: no other way can be faster",
+            ),
+        ),
+    ],
+)
+def test_what_is_proven_of_all_ways_is_said(every: AllWays, texts: tuple[str, ...]) -> None:
+    plan = llama(2)
+    plan = replace(plan, search=replace(plan.search, all_ways=every))
+    for text in texts:
+        assert text in str(plan)
+        assert text in plan.explain()
+        assert text not in plan.explain("layers.1")
 
 
 def test_what_is_recomputed_is_told_by_module() -> None:

@@ -15,7 +15,7 @@ from autopar.plan.records import Plan
 from autopar.plan.text import mesh_text
 from autopar.planner.driver import make_plan
 from autopar.planner.hints import settle
-from autopar.planner.parts import least_step_s, parts
+from autopar.planner.parts import parts
 from autopar.planner.request import Request
 from autopar.search.analysis import Analysis, analyse
 from cost_models.cluster import Cluster
@@ -127,12 +127,33 @@ def test_a_plan_for_another_batch_keeps_the_ranks(analysis: Analysis) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_no_plan_on_a_part_is_faster_than_its_bound(analysis: Analysis, ranks: int) -> None:
-    asked = request(Cluster.preset("h100"), hint.ranks(ranks))
-    (part,) = parts(asked, settle(analysis, asked.cluster, asked.hints, None))
-    plan: Plan = make_plan(analysis, asked)
-    assert 0 < least_step_s(analysis, part) <= plan.search.bound_s
-    assert least_step_s(analysis, part) <= plan.prediction.step_s
+def test_no_plan_on_a_part_is_faster_than_what_is_proven_of_it(
+    analysis: Analysis, ranks: int
+) -> None:
+    cluster = Cluster.preset("h100")
+    plan = make_plan(analysis, request(cluster, hint.ranks(ranks)))
+    whole = make_plan(analysis, request(cluster))
+    assert 0 < plan.search.all_ways.bound_s <= plan.prediction.step_s
+    assert whole.search.all_ways.bound_s <= plan.prediction.step_s
+
+
+def test_a_part_that_cannot_be_faster_is_left_out_by_proof(analysis: Analysis) -> None:
+    """A site of two, where the step is work alone, would take twice as long."""
+    cluster = replace(
+        Cluster.local(2),
+        levels=(
+            replace(Cluster.local(2).levels[0], size=1),
+            Level(name="net", size=2, latency_s=0.0, bandwidth_bytes_per_s=1e12),
+        ),
+    )
+    heavy = replace(
+        cluster.devices[0].device, launch_s=0.0, memory_bytes_per_s=1e6, memory_bytes=1 << 40
+    )
+    cluster = replace(cluster, devices=(Devices(device=heavy, count=2),))
+    plan = make_plan(analysis, request(cluster))
+    assert plan.idle_ranks == ()
+    assert plan.search.all_ways.excluded > 0
+    assert not any(mesh.startswith("rank") for mesh, _ in plan.search.meshes)
 
 
 @given(st.data())
