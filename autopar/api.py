@@ -241,7 +241,7 @@ def _check_hints(plan: Plan | None, hints: Sequence[Hint]) -> None:
 def _alone(hints: Sequence[Hint], count: int) -> Alone | None:
     """What hints want computed from each of ``count`` microbatches alone."""
     patterns = tuple(h.pattern for h in hints if isinstance(h, PerMicrobatch))
-    return Alone(patterns, count) if patterns and count > 1 else None
+    return Alone(patterns, count) if patterns else None
 
 
 def _alone_of(plan: Plan | None) -> Alone | None:

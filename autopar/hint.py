@@ -436,7 +436,9 @@ def per_microbatch(pattern: str) -> PerMicrobatch:
     statistics of batch norms are updated once a microbatch.
 
     Args:
-        pattern: Glob over module paths; everything inside a module that matches belongs to it.
+        pattern: Glob over module paths; everything inside a module that matches belongs to it. A
+            function that a module's forward calls by its name has the module's path and that name:
+            ``"load_balancing_loss_func"`` is what a Mixtral of transformers calls itself.
     """
     return PerMicrobatch(pattern)
 

@@ -12,7 +12,9 @@ those that double.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -82,6 +84,44 @@ def paths_matching(model: nn.Module, patterns: Iterable[str]) -> tuple[str, ...]
         if path and not inside and any(fnmatchcase(path, pattern) for pattern in patterns):
             found.append(path)
     return tuple(found)
+
+
+class _Function(nn.Module):
+    """A function in the place of a module."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.forward = function
+
+
+@contextmanager
+def functions_as_modules(model: nn.Module, patterns: Iterable[str]) -> Iterator[None]:
+    """While active, functions that match are modules of the model.
+
+    A function that the forward of a module calls by its name has the path of the module and that
+    name: transformers' ``load_balancing_loss_func``, say, which the model itself calls.
+    """
+    modules = list(model.named_modules())
+    put: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for path, module in modules:
+            forward = inspect.unwrap(type(module).forward)
+            code, known = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
+            for name in () if code is None else code.co_names:
+                full = f"{path}.{name}" if path else name
+                function = known.get(name)
+                if not inspect.isfunction(function) or hasattr(module, name):
+                    continue
+                if any(fnmatchcase(full, pattern) for pattern in patterns):
+                    put += [(known, name, function), (module._modules, name, None)]
+                    known[name] = module._modules[name] = _Function(function)
+        yield
+    finally:
+        for table, name, before in reversed(put):
+            if before is None:
+                del table[name]
+            else:
+                table[name] = before
 
 
 def catch(model: nn.Module, paths: Iterable[str], around: Around) -> None:

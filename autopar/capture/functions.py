@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _embedding_bag, _gaussian_nll_loss = F.embedding_bag, F.gaussian_nll_loss
+_histc: Callable[..., Tensor] = torch.histc
 
 
 def embedding_bag(
@@ -115,8 +116,24 @@ def gaussian_nll_loss(
     return loss.sum() if reduction == "sum" else loss
 
 
+def histc(
+    input: Tensor,  # noqa: A002  (torch's name)
+    bins: int = 100,
+    min: float = 0,  # noqa: A002
+    max: float = 0,  # noqa: A002
+) -> Tensor:
+    """As of torch, where bins are one wide: how often each was met, as a sum that splits."""
+    if bins != max - min:
+        return _histc(input, bins, min, max)
+    flat = input.reshape(-1)
+    place = torch.where(flat == max, flat - 1, flat) - min
+    every = torch.arange(bins, device=input.device, dtype=input.dtype)
+    return (place.floor().unsqueeze(1) == every).to(input.dtype).sum(0)
+
+
 FUNCTIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     _embedding_bag: embedding_bag,
     _gaussian_nll_loss: gaussian_nll_loss,
+    _histc: histc,
 }
-"""What to call in place of functions of ``torch.nn.functional``."""
+"""What to call in place of functions of torch."""

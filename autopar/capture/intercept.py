@@ -22,14 +22,16 @@ class Intercept(TorchFunctionMode):
 
     def __enter__(self) -> Intercept:
         for original, other in self._replaced.items():
-            setattr(F, original.__name__, other)
+            if hasattr(F, original.__name__):
+                setattr(F, original.__name__, other)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         for original in self._replaced:
-            setattr(F, original.__name__, original)
+            if hasattr(F, original.__name__):
+                setattr(F, original.__name__, original)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -26,6 +26,7 @@ from autopar.capture.alone import (
     catch,
     check_divides,
     dims_of_calls,
+    functions_as_modules,
     part_of,
     paths_matching,
     samples_of,
@@ -132,7 +133,8 @@ def capture_step(
         UnsupportedError: The step uses something that this version cannot do exactly.
     """
     paths, tensors, _ = flatten_batch(batch)
-    with _no_collection():
+    functions = functions_as_modules(model, () if alone is None else alone.patterns)
+    with _no_collection(), functions:
         program = _Program(model, loss or default_loss, precision, grad)
         calls = _calls(program, batch, alone)
         tape, results, aliases = _record(program, batch, calls)
@@ -182,17 +184,18 @@ def in_turn(
         UnsupportedError: A module cannot run so.
     """
     program = _Program(model, loss or default_loss, AS_IT_IS, grad=False)
-    calls = _calls(program, batch, alone)
-    caught = [model.get_submodule(path) for path in calls.paths]
-    before = [vars(module).get("forward") for module in caught]
-    catch(model, calls.paths, InTurn(calls.microbatches, calls.dims))
-    try:
-        yield
-    finally:
-        for module, own in zip(caught, before, strict=True):
-            del module.forward
-            if own is not None:
-                module.forward = own
+    with functions_as_modules(model, alone.patterns):
+        calls = _calls(program, batch, alone)
+        caught = [model.get_submodule(path) for path in calls.paths]
+        before = [vars(module).get("forward") for module in caught]
+        catch(model, calls.paths, InTurn(calls.microbatches, calls.dims))
+        try:
+            yield
+        finally:
+            for module, own in zip(caught, before, strict=True):
+                del module.forward
+                if own is not None:
+                    module.forward = own
 
 
 @dataclass(frozen=True, slots=True)

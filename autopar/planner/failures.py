@@ -77,7 +77,7 @@ def _contradiction(analysis: Analysis, failure: Failure) -> HintError | Unsuppor
         return UnsupportedError(
             f"cannot run {failure.mesh.microbatches} microbatches: {made} is returned or read for "
             "the whole batch at once; use hint.microbatches(1), return a sum or mean over the "
-            "samples instead, or name a module around it with hint.per_microbatch"
+            "samples instead, or name a module or function around it with hint.per_microbatch"
         )
     return HintError(
         f"cannot shard the step as the hints say: {made} cannot be brought to where it is read; "

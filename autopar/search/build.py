@@ -228,7 +228,7 @@ class _Builder:
             raise UnsupportedError(
                 f"cannot run {self.mesh.microbatches} microbatches: {node.op!r} in {node.source} "
                 "needs the whole batch in the middle of the step; use hint.microbatches(1), or "
-                "hint.per_microbatch with the path of a module that may do with a microbatch"
+                "hint.per_microbatch with the path of a module or function that may do with less"
             )
         if not kept:
             raise HintError(

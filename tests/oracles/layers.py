@@ -350,6 +350,8 @@ WAYS: Mapping[str, Case] = {
     ),
     "normalize": called(F.normalize, FLAT),
     "one_hot": called(lambda x, i: F.one_hot(i, 6) * x, FLAT, LABELS),
+    "histc": called(lambda x, i: x * torch.histc(i.to(x.dtype), 6, 0, 6), FLAT, LABELS),
+    "histc of other bins": called(lambda x: x * torch.histc(x.detach(), 6, -2, 2), FLAT),
     "cross entropy, weighed": called(
         lambda x, y, w: F.cross_entropy(x, y, weight=w.abs(), ignore_index=2), FLAT, LABELS, (6,)
     ),

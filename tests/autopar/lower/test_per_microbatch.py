@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.mixtral import modeling_mixtral
 
 from autopar.capture import Alone, Captured, capture_step, in_turn, run_graph, source_values
 from autopar.errors import HintError, UnsupportedError
 from autopar.ir.sharding import Mesh
 from autopar.search.analysis import analyse
 from autopar.search.stages import balanced_cuts, forward_order, split_lanes, split_stages
+from tests.autopar.capture.models import mixtral
 from tests.autopar.lower.test_stages import whole_plan
 from tests.oracles.alone import ALONE, apart, call
 from tests.oracles.models import Built
@@ -95,6 +97,40 @@ def test_ranks_and_microbatches_are_exact(name: str, mesh: str, count: int) -> N
     stage = whole_plan(analysis, own)
     variants = variants_of(analysis, stage, lambda kind, axis, size: 1e-6)
     assert_exact(*built, analysis, variants, captured)
+
+
+def balanced(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """The loss of a Mixtral whose balance is that of two halves of the batch."""
+    out = model(**batch)
+    halves = zip(*(logits.chunk(2) for logits in out.router_logits), strict=True)
+    own = model.config.num_local_experts, model.config.num_experts_per_tok
+    each = [modeling_mixtral.load_balancing_loss_func(tuple(half), *own) for half in halves]
+    scale = model.config.router_aux_loss_coef
+    return out.loss + scale * (torch.stack(each).mean() - out.aux_loss)  # type: ignore[no-any-return]
+
+
+def test_a_function_that_the_model_calls_is_named() -> None:
+    model, pattern = mixtral(), "load_balancing_loss_func"
+    model.config.router_aux_loss_coef = model.router_aux_loss_coef = 0.5
+    ids = torch.randint(0, 6, (4, 6)) + 3 * torch.arange(4)[:, None]
+    batch = {"input_ids": ids, "labels": ids}
+    before = modeling_mixtral.load_balancing_loss_func
+
+    def loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
+        return model(**batch).loss  # type: ignore[no-any-return]
+
+    captured = capture_step(model, batch, loss, grad=True, alone=Alone((pattern,), 2))
+    assert captured.graph.alone == (pattern,)
+    assert modeling_mixtral.load_balancing_loss_func is before
+    assert pattern not in dict(model.named_modules())
+    with in_turn(model, batch, loss, alone=Alone((pattern,), 2)):
+        found = float(loss(model, batch).detach())
+    assert found == pytest.approx(float(balanced(model, batch).detach()), rel=1e-6)
+    assert abs(found - float(loss(model, batch).detach())) > 1e-5
+    analysis = analyse(captured.graph)
+    stage = whole_plan(analysis, DATA.with_time(2, in_turn=True))
+    variants = variants_of(analysis, stage, lambda kind, axis, size: 1e-6)
+    assert_exact(model, batch, balanced, analysis, variants, captured)
 
 
 @pytest.mark.parametrize(
