@@ -33,7 +33,10 @@ FROM = (1.0, 1.01, 1.05, 1.2)
 """
 
 FEW = 10_000
-"""Nodes of a step up to which local moves are tried where nothing fits: they are many then."""
+"""Nodes of a step up to which local moves are tried where nothing fits: they are many then.
+
+And up to which all spacings of checkpoints are lowered, not that alone which is modelled fastest.
+"""
 
 REACH = 2.0
 """Parts of the memory that a plan may need, at most, for local moves to be tried."""
@@ -77,10 +80,15 @@ def _can_gain(
 def prove_harder(
     analysis: Analysis, request: Request, search: Lanes, time_limit_s: float
 ) -> Candidate | Failure:
-    """What local moves make fit; the same with sparser checkpoints, as long as it is no slower."""
-    kind = search.kinds[0]
+    """What local moves make fit; the same with sparser checkpoints, as long as it is no slower.
+
+    Of a long step the first that fits, those that are modelled fastest in front.
+    """
+    kind, is_long = search.kinds[0], len(analysis.graph.nodes) > FEW
     found: Candidate | Failure | None = squeezed(analysis, request, search, time_limit_s)
-    for copies in SPARSE:
+    for copies in _promising(search, time_limit_s) if is_long else SPARSE:
+        if is_long and isinstance(found, Candidate):
+            break
         if not all(tuple(kind.keeps_every(copies) for kind in search.kinds)):
             break
         outcome: Candidate | Failure | None = prove(
@@ -93,6 +101,16 @@ def prove_harder(
             break
         found = outcome
     return found or Failure(kind.plain.mesh, False, math.inf)
+
+
+def _promising(search: Lanes, time_limit_s: float) -> list[int]:
+    """Spacings of checkpoints, those with which stages are modelled fastest in front."""
+    modelled: dict[int, float] = {}
+    for copies in SPARSE:
+        if not all(tuple(kind.keeps_every(copies) for kind in search.kinds)):
+            break
+        modelled[copies] = sum(kind.modelled_s(time_limit_s) for kind in search.kinds)
+    return sorted(modelled, key=modelled.__getitem__)
 
 
 def squeezed(

@@ -1,19 +1,24 @@
 """SuperNeurons' networks within little memory: ``python -m tests.benchmarks.superneurons``.
 
+``alexnet`` or ``residual`` behind it runs that part alone.
+
 * AlexNet as Caffe has it (96 channels of 55 x 55 behind the first convolution, response
   normalisation as one op), batch 200, fp32: the least memory of a plan beside parameters, their
   gradients and optimizer state, against 886 MiB, the four tensors of the first normalisation's
   backward, which no schedule holds less than.
 * Residual networks of a stem and four stages of bottlenecks, the third of any length, batch 16 of
-  224 x 224, on 12 GB, trained with momentum: the greatest depth of which everything is kept, and
-  the planner's own plan for 3.2432 times as many layers.
+  224 x 224, trained with momentum: the greatest depth of which everything is kept in 12 GB (10**9
+  bytes), and the planner's own plans for 3.2432 times as many layers and for 2,500; with the
+  seconds of the processor that capture and planning take.
 
 On one device that computes like an H100, without host memory. All *simulated*.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
+import time
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,6 +44,9 @@ LAYER_BYTES = 4 * 96 * 55 * 55 * 200 * 4
 CARD_BYTES = 12 * 10**9
 DEEPER = 3.2432
 """How many times as deep SuperNeurons trains as others do: 1920 layers to 592."""
+
+DEEPEST = 2500
+"""Layers of the deepest residual network that SuperNeurons names."""
 
 
 @torch.library.custom_op("caffe::lrn", mutates_args=())
@@ -191,12 +199,26 @@ class Family:
         Raises:
             InfeasibleError: Nothing fits.
         """
-        limits = () if limit_bytes is None else (hint.memory_limit(limit_bytes),)
-        hints = (hint.ranks(1), *limits)
-        request = Request(
-            model="resnet", fingerprint="", cluster=card(), hints=hints, optimizer=MOMENTUM
-        )
-        return make_plan(self.analysed(third), request)
+        return planned(self.analysed(third), limit_bytes)
+
+
+def planned(analysis: Analysis, limit_bytes: int | None = None) -> Plan:
+    """The planner's own plan on one rank of the card.
+
+    Raises:
+        InfeasibleError: Nothing fits.
+    """
+    limits = () if limit_bytes is None else (hint.memory_limit(limit_bytes),)
+    hints = (hint.ranks(1), *limits)
+    request = Request(
+        model="resnet",
+        fingerprint="",
+        cluster=card(),
+        hints=hints,
+        optimizer=MOMENTUM,
+        time_limit_s=3600.0,
+    )
+    return make_plan(analysis, request)
 
 
 MOMENTUM = OptimizerSpec(state_bytes=4.0)
@@ -224,7 +246,7 @@ def deeper_blocks(family: Family, kept: int) -> int:
     return math.ceil((DEEPER * family.layers(kept) - family.layers(0)) / 3)
 
 
-def main() -> None:
+def run_alexnet() -> None:
     rank = OneRank(analysed(alexnet(), 200, 227), card())
     print(f"AlexNet, everything kept: {activation_bytes(rank.free) / MIB:.1f} MiB")
     for part in (1.3, 1.2, 1.1, 1.01, 1.001, 0.999, 0.99):
@@ -234,12 +256,46 @@ def main() -> None:
             slower = plan.step_s / rank.free.step_s
             held = f"holds {activation_bytes(plan) / MIB:.1f} MiB, {slower:.3f} of the step"
         print(f"within {part * LAYER_BYTES / MIB:.1f} MiB: {held}")
+
+
+def run_residual() -> None:
     kept = kept_blocks(PAPER, CARD_BYTES, 8)
-    print(f"residual network, everything kept in 12 GB: {PAPER.layers(kept)} layers")
-    third = deeper_blocks(PAPER, kept)
-    plan = PAPER.planned(third, CARD_BYTES)
-    size = plan.prediction.memory.total_bytes / 1e9
-    print(f"{PAPER.layers(third)} layers take {size:.2f} GB")
+    most = f"{PAPER.layers(kept):,} layers"
+    print(f"residual networks in {CARD_BYTES / 1e9:.0f} GB: everything is kept up to {most}")
+    heads = "resident", "kept", "planned", "step", "capture", "planning"
+    print(f"{'layers':>8}" + "".join(f"{head:>12}" for head in heads), flush=True)
+    for third in (kept, deeper_blocks(PAPER, kept), (DEEPEST - PAPER.layers(0)) // 3):
+        row = residual_row(third)
+        print(f"{PAPER.layers(third):>8,}" + "".join(f"{cell:>12}" for cell in row), flush=True)
+
+
+def residual_row(third: int) -> tuple[str, ...]:
+    """What one depth takes: resident, all kept, planned; times the step; seconds of processor."""
+    start = time.process_time()
+    analysis = PAPER.analysed(third)
+    captured = time.process_time()
+    plan = planned(analysis, CARD_BYTES)
+    done = time.process_time()
+    free = planned(analysis).prediction
+    memory = free.memory
+    resident = 2 * memory.parameters_bytes + memory.optimizer_bytes
+    sizes = (resident, memory.total_bytes, plan.prediction.memory.total_bytes)
+    return (
+        *(f"{size / 1e9:.2f} GB" for size in sizes),
+        f"{plan.prediction.step_s / free.step_s:.3f}",
+        f"{captured - start:.0f} s",
+        f"{done - captured:.0f} s",
+    )
+
+
+PARTS = {"alexnet": run_alexnet, "residual": run_residual}
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    arguments.add_argument("parts", nargs="*", default=list(PARTS), help="of " + ", ".join(PARTS))
+    for part in arguments.parse_args().parts:
+        PARTS[part]()
 
 
 if __name__ == "__main__":
