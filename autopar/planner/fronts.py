@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
@@ -17,9 +17,9 @@ from autopar.lower.program import Section
 from autopar.lower.unroll import Row, Turn
 from autopar.plan.records import StagePlan
 from autopar.planner.evaluate import predicted_memory
-from autopar.planner.lanes import MeshSearch
+from autopar.planner.lanes import JOINT, MeshSearch
 from autopar.planner.pipeline import Kind
-from autopar.planner.request import Request
+from autopar.planner.request import Request, Way
 from autopar.planner.staged import LoweredStage, lower_some
 from autopar.planner.units import Units
 from autopar.planner.update import states_on_host, update_of
@@ -51,23 +51,6 @@ DEAR = 1e3
 """What all memory costs, in steps, where a solution is to hold as little as it can."""
 
 
-@dataclass(frozen=True, eq=False)
-class Way:
-    """One solution of the step on the mesh of a stage.
-
-    Attributes:
-        built: The problem.
-        solution: It.
-        plan: Of the whole step.
-        points: Of every kind of unit, what it is under the plan.
-    """
-
-    built: Built
-    solution: Solution
-    plan: StagePlan
-    points: tuple[Point, ...]
-
-
 def ways_of(
     analysis: Analysis,
     request: Request,
@@ -81,6 +64,8 @@ def ways_of(
 ) -> tuple[Way, ...]:
     """The ways to run the step on a mesh, the fastest first, and what units then take.
 
+    They are kept for plans within another memory limit, unless that chose their strategies.
+
     Args:
         analysis: The step.
         request: What was asked.
@@ -91,6 +76,12 @@ def ways_of(
         splits_backward: Whether weight gradients are a section of their own.
         time_limit_s: For each run of the solver.
     """
+    limit = search.first_limit if search.plain.num_strategies > JOINT else None
+    asked = (bound, thorough, splits_backward, search.pending, search.every, limit)
+    key = units.starts, units.kinds, asked
+    known = search.unlimited.ways
+    if key in known:
+        return known[key]
     solved = (
         _solutions(search, time_limit_s, thorough=thorough)
         if bound
@@ -103,7 +94,8 @@ def ways_of(
             analysis, request, Kind(plan, search.cost), units, splits_backward=splits_backward
         )
         found.append(Way(built, solution, plan, points))
-    return tuple(found)
+    known[key] = tuple(found)
+    return known[key]
 
 
 def within(

@@ -10,11 +10,29 @@ from autopar.hint import Hint
 from autopar.ir.sharding import Mesh
 from autopar.lower.simulate import Simulation
 from autopar.options import ADAMW, OptimizerSpec
-from autopar.plan.records import Memory, Plan
+from autopar.plan.records import Memory, Plan, StagePlan
 from autopar.search.build import Built
+from autopar.search.interproblem import Point
 from autopar.search.problem import Solution
 from autopar.search.stages import Pipeline
 from cost_models.cluster import Cluster
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """One solution of the step on the mesh of a stage.
+
+    Attributes:
+        built: The problem.
+        solution: It.
+        plan: Of the whole step.
+        points: Of every kind of unit, what it is under the plan.
+    """
+
+    built: Built
+    solution: Solution
+    plan: StagePlan
+    points: tuple[Point, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -24,10 +42,12 @@ class Unlimited:
     Attributes:
         built: The problem.
         solution: Its best one, if memory did not bind; None until it is asked for.
+        ways: Ways to run stages on the mesh that were lowered, by what they were made for.
     """
 
     built: Built
     solution: Solution | None = None
+    ways: dict[Hashable, tuple[Way, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

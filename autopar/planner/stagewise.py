@@ -20,7 +20,7 @@ from autopar.ir.sharding import Sharding
 from autopar.lower.rows import turns_of
 from autopar.plan.records import StagePlan
 from autopar.planner.evaluate import evaluate_pipeline, predicted_memory
-from autopar.planner.fronts import Way, held_bytes, problems_of, ways_of, within
+from autopar.planner.fronts import held_bytes, problems_of, ways_of, within
 from autopar.planner.lanes import LESS, Lanes, MeshSearch
 from autopar.planner.outline import Ranks, course_of, outline
 from autopar.planner.pipeline import (
@@ -31,7 +31,7 @@ from autopar.planner.pipeline import (
     seconds_by_forward,
     stage_without_parameter,
 )
-from autopar.planner.request import Candidate, Request
+from autopar.planner.request import Candidate, Request, Way
 from autopar.planner.staged import lower_some
 from autopar.planner.units import Units, divided, units_of
 from autopar.planner.update import states_on_host

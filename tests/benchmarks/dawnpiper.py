@@ -2,19 +2,25 @@
 
 GPT-2 medium, BERT large and T5 large on 4 and 8 stages of one device each, under 1F1B with two
 microbatches a stage. For every way to cut the step (`tests.oracles.stagecuts`) and for the planner:
-the largest microbatch that fits, as a multiple of that of the even cut that keeps everything; then,
-at the largest of all ways but the planner's, the step, the bytes of the fullest stage, how many
-times that is what the emptiest stage holds, and the processor seconds it took. Names of models as
-arguments run those alone, numbers as many stages. All *simulated*.
+the largest microbatch that fits (four sizes are tried between one and twice as many samples), as a
+multiple of that of the even cut that keeps everything; then, at the largest of all ways but the
+planner's, the step, the bytes of the fullest stage, how many times that is what the emptiest stage
+holds, and the processor seconds it took. At last the planner's step as a multiple of that of the
+even cut made to fit, within ten parts of what the fullest stage holds where everything is kept.
+Names of models as arguments run those alone, numbers as many stages. All *simulated*.
 """
 
 from __future__ import annotations
 
+import bisect
 import functools
+import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -38,8 +44,14 @@ from tests.oracles.stagecuts import StageCuts, Staged
 A_STAGE = 2
 """Microbatches a stage."""
 
-MOST = 256
-"""Samples of a microbatch, at most."""
+FINE = 4
+"""Sizes of a microbatch that are tried between one and twice as many samples."""
+
+SIZES = tuple(sorted({round(2 ** (n / FINE)) for n in range(8 * FINE + 1)}))
+"""Samples of a microbatch."""
+
+LIMITS = tuple(part / 100 for part in range(95, 45, -5))
+"""Parts of what the fullest stage holds where all is kept, within which the last two are timed."""
 
 
 def gpt2_medium() -> tuple[Any, int]:
@@ -91,7 +103,6 @@ DEVICES = {"GPT-2 medium": "v100", "BERT large": "v100-10gbe", "T5 large": "a100
 STAGES = (4, 8)
 
 
-@functools.lru_cache(maxsize=8)
 def step(model: str, samples: int) -> Analysis:
     with torch.device("meta"):
         module, length = MODELS[model]()
@@ -125,19 +136,52 @@ class Case:
     def known(self) -> dict[int, StageCuts]:
         return {}
 
-    def largest(self, fits: Callable[[StageCuts], bool]) -> int:
-        """The largest microbatch that fits, if one does then all smaller ones do; 0 if none."""
-        low, high = 0, 1
-        while high <= MOST and fits(self.cuts(high)):
-            low, high = high, 2 * high
+    def staged(self, way: str, microbatch: int) -> tuple[Staged | None, float]:
+        """The pipeline of a way, and the processor seconds that it took; it is made once."""
+        if (way, microbatch) not in self.made:
+            cuts = self.cuts(microbatch)
+            start = time.process_time()
+            staged = WAYS[way](cuts)
+            self.made[way, microbatch] = staged, time.process_time() - start
+        return self.made[way, microbatch]
+
+    @functools.cached_property
+    def made(self) -> dict[tuple[str, int], tuple[Staged | None, float]]:
+        return {}
+
+    def fits(self, way: str, microbatch: int) -> bool:
+        """Whether a way finds a pipeline within memory."""
+        cuts = self.cuts(microbatch)
+        if way in LEAST:
+            return LEAST[way](cuts)
+        staged, _ = self.staged(way, microbatch)
+        return staged is not None and max(staged.peaks) <= cuts.limit_bytes
+
+    def largest(self, way: str, guess: float) -> int:
+        """The largest of `SIZES` that fits, if one does then all smaller ones do; 0 if none.
+
+        Args:
+            way: To cut the step.
+            guess: About how large it is: that is tried first.
+        """
+        found: dict[int, bool] = {-1: True, len(SIZES): False}
+
+        def fit(at: int) -> bool:
+            if at not in found:
+                found[at] = self.fits(way, SIZES[at])
+            return found[at]
+
+        low = bisect.bisect_right(SIZES, max(guess, 1)) - 1
+        stride = 1
+        while not fit(low):
+            low, stride = max(-1, low - stride), 2 * stride
+        high, stride = low + 1, 1
+        while fit(high):
+            low, high, stride = high, min(len(SIZES), high + stride), 2 * stride
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if fits(self.cuts(middle)) else (low, middle)
-        return low
-
-
-def _fits(cuts: StageCuts, staged: Staged | None) -> bool:
-    return staged is not None and max(staged.peaks) <= cuts.limit_bytes
+            low, high = (middle, high) if fit(middle) else (low, middle)
+        return SIZES[low] if low >= 0 else 0
 
 
 WAYS: Mapping[str, Callable[[StageCuts], Staged | None]] = {
@@ -146,30 +190,44 @@ WAYS: Mapping[str, Callable[[StageCuts], Staged | None]] = {
     "whole blocks": StageCuts.whole_blocks,
     "planner": StageCuts.planned,
 }
+KEPT, FIRST, BLOCKS, PLANNER = WAYS
+
+LEAST: Mapping[str, Callable[[StageCuts], bool]] = {
+    FIRST: StageCuts.cut_first_fits,
+    BLOCKS: StageCuts.whole_blocks_fit,
+}
+"""Whether a way fits at all, of those that can say so at once."""
+
+
+def most(case: Case) -> Mapping[str, int]:
+    """The largest microbatch of every way."""
+    few, more = (max(case.cuts(size).balanced().peaks) for size in (1, 2))
+    kept = case.largest(KEPT, 1 + (case.cuts(1).limit_bytes - few) / (more - few))
+    first = case.largest(FIRST, AIM * kept)
+    blocks = case.largest(BLOCKS, first)
+    planner = case.largest(PLANNER, max(first, blocks, AIM * kept))
+    return {KEPT: kept, FIRST: first, BLOCKS: blocks, PLANNER: planner}
+
+
+AIM = 4
+"""Times the microbatch of the even cut that keeps everything, which is to fit."""
 
 
 def rows(case: Case) -> list[list[str]]:
     """A row for every way."""
-    fits: dict[str, Callable[[StageCuts], bool]] = {
-        name: (lambda cuts, make=make: _fits(cuts, make(cuts))) for name, make in WAYS.items()
-    }
-    fits["even, then made to fit"] = StageCuts.cut_first_fits
-    fits["whole blocks"] = StageCuts.whole_blocks_fit
-    most = {name: case.largest(fits[name]) for name in WAYS}
-    shown = max(count for name, count in most.items() if name != "planner")
+    largest = most(case)
+    shown = max(count for name, count in largest.items() if name != PLANNER)
     found = []
-    for name, make in WAYS.items():
-        cuts = case.cuts(min(shown, most[name]))
-        start = time.process_time()
-        staged = make(cuts)
-        seconds = time.process_time() - start
+    for name in WAYS:
+        size = min(shown, largest[name])
+        cuts, (staged, seconds) = case.cuts(size), case.staged(name, size)
         assert staged is not None, name
         found.append(
             [
                 f"{case.model}, {case.stages} stages of {cuts.limit_bytes / 2**30:.1f} GiB",
                 name,
-                f"{most[name]} ({most[name] / most['even, all kept']:.1f})",
-                f"{cuts.samples // cuts.microbatches}",
+                f"{largest[name]} ({largest[name] / largest[KEPT]:.1f})",
+                f"{size}",
                 f"{staged.step_s / cuts.samples * 1e3:.1f} ms",
                 " ".join(f"{peak / 2**30:.1f}" for peak in staged.peaks),
                 f"{staged.spread:.2f}",
@@ -179,17 +237,67 @@ def rows(case: Case) -> list[list[str]]:
     return found
 
 
+def ratios(case: Case) -> list[str]:
+    """The planner's step as a multiple of that of the cut first, within less and less memory."""
+    cuts = case.cuts(OF)
+    kept = max(cuts.balanced().peaks)
+    found = [f"{case.model}, {case.stages} stages"]
+    for part in LIMITS:
+        own = cuts.within(int(part * kept))
+        first, planned = own.cut_first(), own.planned()
+        if first is None:
+            found.append("only the planner fits" if planned else "neither fits")
+        else:
+            found.append(f"{planned.step_s / first.step_s:.4f}" if planned else "only it fits")
+    return found
+
+
+OF = 8
+"""Samples of a microbatch whose step is timed within less and less memory."""
+
+
+def timed(job: tuple[Callable[[Case], Any], Case]) -> tuple[Any, float]:
+    """What a job finds, and its processor seconds."""
+    make, case = job
+    start = time.process_time()
+    found = make(case)
+    return found, time.process_time() - start
+
+
+def chosen(arguments: Sequence[str]) -> tuple[list[str], list[int]]:
+    """The models and numbers of stages that arguments name, all where they name none."""
+    models = [arg for arg in arguments if not arg.isdigit()]
+    unknown = [name for name in models if name not in MODELS]
+    if unknown:
+        known = ", ".join(map(repr, MODELS))
+        raise SystemExit(f"cannot cut {unknown[0]!r} into stages: no such model; use {known}")
+    numbers = [int(arg) for arg in arguments if arg.isdigit()]
+    if any(number < 2 for number in numbers):
+        raise SystemExit(f"cannot cut a model into {min(numbers)} stages; use 2 or more")
+    return models or list(MODELS), numbers or list(STAGES)
+
+
 def main() -> None:
-    table = Table(
-        "step", "cut", "largest microbatch", "shown", "a sample", "GiB", "spread", "planning"
-    )
-    asked = [arg for arg in sys.argv[1:] if not arg.isdigit()] or list(MODELS)
-    numbers = [int(arg) for arg in sys.argv[1:] if arg.isdigit()] or list(STAGES)
-    for model in asked:
-        for stages in numbers:
-            for row in rows(Case(model, stages)):
-                table.add_row(*row)
-    Console(width=150).print(table)
+    models, numbers = chosen(sys.argv[1:])
+    jobs: list[tuple[Callable[[Case], Any], Case]] = [
+        (rows, Case(model, stages)) for model in models for stages in numbers
+    ]
+    jobs += [(ratios, Case(model, numbers[0])) for model in models]
+    console = Console(width=150)
+    within = Table("planner / even, then made to fit", *(f"{part:.0%}" for part in LIMITS))
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        for (make, case), (found, seconds) in zip(jobs, pool.map(timed, jobs), strict=True):
+            if make is ratios:
+                within.add_row(*found)
+            else:
+                table = Table(
+                    "step", "cut", "largest", "shown", "a sample", "GiB", "spread", "planning"
+                )
+                for row in found:
+                    table.add_row(*row)
+                console.print(table)
+            console.print(f"{case.model}, {case.stages} stages: {seconds:.0f} processor seconds")
+    console.print(within)
 
 
 if __name__ == "__main__":

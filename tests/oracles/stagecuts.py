@@ -13,9 +13,10 @@ copies to the host.
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice, pairwise
 
@@ -31,7 +32,7 @@ from autopar.planner.hints import settle
 from autopar.planner.lanes import MeshSearch, prepare
 from autopar.planner.layout import Layout
 from autopar.planner.pipeline import Kind, Lane, cut, seconds_by_forward
-from autopar.planner.request import Request
+from autopar.planner.request import Request, Unlimited
 from autopar.planner.staged import lower_pipeline, lower_some
 from autopar.planner.update import states_on_host, update_of
 from autopar.search.analysis import Analysis
@@ -46,6 +47,9 @@ SCHEDULE = "1f1b"
 
 LIMITS = 6
 """Of memory, below all that is kept down to the least of any program."""
+
+PLENTY_S = 3600.0
+"""For the planner, so that no clock decides what it finds."""
 
 ROUNDS = 6
 """Times the seconds of the longest stage are bisected."""
@@ -88,11 +92,20 @@ class StageCuts:
         self.samples = samples_of(analysis.graph)
         self.layout = Layout(schedule=SCHEDULE, num_stages=self.num_stages, num_chunks=1)
         self.order = forward_order(analysis)
+        self.known: dict[Hashable, Unlimited] = {}
         self.kept_search = self._search(hint.keep("*"))
         self.cost = self.kept_search.cost
         self.limit_bytes = int(self.kept_search.allowed)
         self.rows = turns_of(SCHEDULE, self.num_stages, 1, microbatches)
         self._pieces: dict[tuple[int, int, int, int], _Piece] = {}
+
+    def within(self, limit_bytes: int) -> StageCuts:
+        """The same step where every device holds so much; what is known of it serves both."""
+        # What every limit wants is made once.
+        _ = self.even_cuts, self.families
+        other = copy.copy(self)
+        other.limit_bytes = limit_bytes
+        return other
 
     def balanced(self) -> Staged:
         """Cut where seconds are balanced; everything is kept."""
@@ -130,6 +143,7 @@ class StageCuts:
             hint.degrees(pp=self.num_stages, dp=1, tp=1),
             hint.microbatches(self.microbatches),
             hint.schedule(SCHEDULE),
+            hint.memory_limit(self.limit_bytes),
         )
         try:
             plan = make_plan(self.analysis, self._request(*hints))
@@ -181,7 +195,14 @@ class StageCuts:
         return tuple(at for at, (a, b) in enumerate(pairwise(blocks), start=1) if a != b)
 
     def _request(self, *hints: hint.Hint) -> Request:
-        return Request(model="m", fingerprint="f", cluster=self.cluster, hints=hints)
+        return Request(
+            model="m",
+            fingerprint="f",
+            cluster=self.cluster,
+            hints=hints,
+            time_limit_s=PLENTY_S,
+            known=self.known,
+        )
 
     def _search(self, *hints: hint.Hint) -> MeshSearch:
         """The search of a stage's mesh, as the planner has it."""

@@ -81,3 +81,9 @@ def test_both_at_once_are_no_slower_than_the_cut_first_and_fit_where_whole_block
 def test_stages_hold_about_as_much_where_memory_binds_all_of_them() -> None:
     planned = within("blocks", 0.6 * kept_bytes("blocks")).planned()
     assert planned is not None and planned.spread <= 1.15
+
+
+def test_what_one_limit_leaves_known_changes_no_plan_within_another() -> None:
+    first, part = within("blocks", 0.8 * kept_bytes("blocks")), 0.72 * kept_bytes("blocks")
+    assert first.planned() is not None
+    assert first.within(int(part)).planned() == within("blocks", part).planned()
