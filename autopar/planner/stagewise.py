@@ -8,6 +8,7 @@ and simulated; a stage that needs more than was reckoned is given that much less
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -52,7 +53,7 @@ EVENED = 2
 AGAIN = 2
 """Times that stages which hold less than was reckoned are given more, of a short step."""
 
-HALVED = 3
+HALVED = 2
 """Times that the memory between two ways of a stage is halved, to find one that just fits."""
 
 NEAR = 0.01
@@ -412,26 +413,41 @@ class _Alone:
         return min(found, key=lambda way: self._measured(way, stage)[0], default=None)
 
     def _fitting(self, stage: int, problem: Problem) -> list[Way]:
-        """The first in which a stage fits, of ways that hold less and less, and some before it."""
+        """The first way that fits, of less and less, and ways of which it is the front part."""
         copies = problem is self.problems[0]
         known = [way for way in self.state.ways[self.kind] if copies or not way.plan.copies]
         ways = sorted(known, key=lambda way: -_sums(way))
         first = bisect_left(ways, True, key=lambda way: self._fits(way, stage))
         if first == len(ways):
             return []
-        found, low = [ways[first]], _sums(ways[first])
-        high = _sums(ways[first - 1]) if first else low
-        for _ in range(HALVED):
-            middle = (low + high) / 2
-            way = self._within(problem, middle) if high > (1 + NEAR) * low else None
-            if way is None:
+        lean, fast = ways[first], ways[first - 1] if first else None
+        for _ in range(HALVED if fast is not None else 0):
+            assert fast is not None
+            limits = _sums(lean), _sums(fast)
+            way = self._within(problem, sum(limits) / 2) if _apart(*limits) else None
+            if way is None or way in (lean, fast):
                 break
-            if self._fits(way, stage):
-                found.append(way)
-                low = middle
-            else:
-                high = min(middle, _sums(way))
-        return found
+            lean, fast = (way, fast) if self._fits(way, stage) else (lean, way)
+        faster = [] if fast is None else dict.fromkeys((ways[0], fast))
+        return [lean, *(way for own in faster for way in self._mixed(stage, own, lean))]
+
+    def _mixed(self, stage: int, fast: Way, lean: Way) -> list[Way]:
+        """As few units in front as make a stage fit in the way that fits, the others in the faster.
+
+        What runs again in front does so when those behind hold nothing any more.
+        """
+        units = self.state.units
+        borders = [0, *self.cuts, units.starts[-1]]
+        first, end = (bisect_left(units.starts, at) for at in borders[stage : stage + 2])
+
+        @functools.cache
+        def mixed(count: int) -> Way:
+            taken = {unit: int(unit < first + count) for unit in range(first, end)}
+            return replace(lean, plan=composed(units, (fast.plan, lean.plan), taken))
+
+        counts = range(1, end - first)
+        at = bisect_left(counts, True, key=lambda count: self._fits(mixed(count), stage))
+        return [mixed(counts[at])] if at < len(counts) else []
 
     def _within(self, problem: Problem, limit: float) -> Way | None:
         """The fastest way that holds no more in all, by its sums."""
@@ -491,6 +507,11 @@ class _Dealt:
 def _sums(way: Way) -> float:
     """Bytes of the whole step at most, by the sums of its solution."""
     return max(way.solution.memory_bytes)
+
+
+def _apart(low: float, high: float) -> bool:
+    """Whether bytes are so far apart that ways between them are worth a look."""
+    return high > (1 + NEAR) * low
 
 
 def _commonest(taken: Mapping[int, int]) -> int:
