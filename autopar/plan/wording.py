@@ -48,7 +48,9 @@ def percent_text(share: float) -> str:
     percent = 100 * share
     if percent == 0 or abs(percent) >= 10:
         return f"{percent:.0f} %"
-    return f"{percent:.1f} %" if abs(percent) >= 0.1 else f"{percent:.1g} %"
+    if abs(percent) >= 0.1:
+        return f"{percent:.1f} %"
+    return f"{percent:.1g} %" if abs(percent) >= 1e-4 else "under 0.0001 %"
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autopar.errors import HintError, UnsupportedError
+from autopar.hint import Shard
 from autopar.ir.sharding import Mesh
 from autopar.plan.records import AllWays, Plan
 from autopar.planner.assemble import assemble
@@ -50,6 +51,7 @@ from autopar.search.outer import (
     stage_meshes,
     with_shares,
 )
+from autopar.search.restrict import axis_named
 
 
 @no_collection()
@@ -206,20 +208,27 @@ class _Outer:
                 self.settled = settled = replace(settled, microbatches=count)
             self._try_layout(layout, (spaces,))
             return
-        choices, refused = self._choices(), None
+        choices, refused = self._with_axes(self._choices()), None
         if not settled.is_piped:
             layout = Layout(schedule=settled.schedule, num_stages=1, num_chunks=settled.chunks)
             try:
-                alone = stage_meshes(cluster, degrees, 1)
+                alone = self._with_axes(stage_meshes(cluster, degrees, 1))
+                flat = flat_mesh(cluster) if is_free(degrees) else None
+                alone = alone or self._with_axes([] if flat is None else [(flat,)])
             except HintError as error:
                 refused = error
             else:
-                self._try_layout(layout, alone)
+                if not alone and not choices:
+                    raise self._without_axis()
+                if alone:
+                    self._try_layout(layout, alone)
                 if is_free(degrees):
                     self._try_flat(layout)
         if choices:
             self._piped = Pipelines(self.analysis, self.request, settled, self)
             self._piped.run(choices)
+        if settled.is_piped and not choices and self._axes and self._choices():
+            raise self._without_axis()
         if settled.is_piped and not self.found:
             self._try_filled(choices)
         self._refine()
@@ -280,7 +289,7 @@ class _Outer:
         """Try all ranks as one axis, if that is modelled faster than what was found."""
         flat = flat_mesh(self.request.cluster)
         best = min(self.found, key=lambda c: c.objective_s, default=None)
-        if flat is None or best is None:
+        if flat is None or best is None or not self._with_axes([(flat,)]):
             return
         meshes = self._in_time((flat,), best.mesh.microbatches)
         if self.late() or not self._fits(meshes):
@@ -449,6 +458,37 @@ class _Outer:
             choices += run_meshes(cluster)
         return choices
 
+    @property
+    def _axes(self) -> list[Shard]:
+        """Hints that name an axis, but for roles that hints leave one rank."""
+        degrees = self.settled.degrees
+        hints = self.settled.restrictions.parameters
+        shards = [h for h in hints if isinstance(h, Shard)]
+        return [h for h in shards if getattr(degrees, h.axis, None) != 1]
+
+    def _with_axes(self, choices: Sequence[tuple[Mesh, ...]]) -> list[tuple[Mesh, ...]]:
+        """Those in which every axis that a hint names is there, on a stage at least."""
+        return [
+            meshes
+            for meshes in choices
+            if all(any(_has_axis(mesh, h.axis) for mesh in meshes) for h in self._axes)
+        ]
+
+    def _without_axis(self) -> HintError:
+        """The error where a hint names an axis that no mesh has."""
+        cluster, degrees = self.request.cluster, self.settled.degrees
+        tried = [*self._choices()]
+        with suppress(HintError):
+            tried += stage_meshes(cluster, degrees, 1)
+        names = [zip(mesh.names, mesh.sizes, strict=True) for meshes in tried for mesh in meshes]
+        there = dict.fromkeys(name for own in names for name, size in own if size > 1)
+        absent = next((h for h in self._axes if h.axis not in there), self._axes[0])
+        make = ", or make one with hint.degrees" if degrees is None else ""
+        return HintError(
+            f"cannot apply {absent}: there is no mesh axis {absent.axis!r}, there are "
+            f"{', '.join(map(repr, there)) or 'none'}; name one of these{make}"
+        )
+
     def _try_filled(self, choices: Sequence[tuple[Mesh, ...]]) -> None:
         """Try the schedule in force in more and more microbatches, as long as memory asks.
 
@@ -550,6 +590,11 @@ class _Outer:
 def _spaces(meshes: Sequence[Mesh]) -> tuple[Mesh, ...]:
     """Meshes without their time axis."""
     return tuple(mesh.space for mesh in meshes)
+
+
+def _has_axis(mesh: Mesh, name: str) -> bool:
+    axis = axis_named(mesh, name)
+    return axis is not None and mesh.sizes[axis] > 1
 
 
 SLOWER = 0.02
