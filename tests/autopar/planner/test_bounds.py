@@ -169,7 +169,7 @@ def assert_bounded(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> Non
     assert every.tried > 0
 
 
-@pytest.mark.parametrize("seed", [0, 2, 3, 4, 5, 7, 8, 10, 11])
+@pytest.mark.parametrize("seed", [2, 3, 4, 5, 7, 8, 10, 11])
 def test_no_candidate_is_faster_than_its_bound(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_bounded(list(MODELS)[seed % 6], seed, monkeypatch)
 
@@ -195,7 +195,12 @@ MESHES = (
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
-        pytest.param(name, mesh, id=f"{name} {at}", marks=[pytest.mark.large] * (at % 3 != place))
+        pytest.param(
+            name,
+            mesh,
+            id=f"{name} {at}",
+            marks=[pytest.mark.large] * (at % 3 != place or at % 2 == 0),
+        )
         for at, mesh in enumerate(MESHES)
         for place, name in enumerate(("mlp", "unet", "gpt2"))
     ],
