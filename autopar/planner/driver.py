@@ -39,7 +39,9 @@ from autopar.planner.pipelines import CHEAP, Pipelines, Way, layouts
 from autopar.planner.prove import prove, prove_harder
 from autopar.planner.refine import refined
 from autopar.planner.request import Candidate, Failure, Request
+from autopar.planner.sizes import unlike
 from autopar.planner.stagewise import stagewise
+from autopar.planner.units import Units
 from autopar.search.analysis import Analysis
 from autopar.search.build import Built
 from autopar.search.collection import no_collection
@@ -227,6 +229,7 @@ class _Outer:
         if choices:
             self._piped = Pipelines(self.analysis, self.request, settled, self)
             self._piped.run(choices)
+            self._try_sizes()
         if settled.is_piped and not choices and self._axes and self._choices():
             raise self._without_axis()
         if settled.is_piped and not self.found:
@@ -395,6 +398,30 @@ class _Outer:
     def _is_long(self) -> bool:
         return len(self.analysis.graph.nodes) > CHEAP
 
+    def _try_sizes(self) -> None:
+        """Try stages of unlike sizes, and of other meshes, that the inter-op program promises.
+
+        Of a long step, or where there is nothing to beat, none are looked for.
+        """
+        least_s = self.best_s
+        if self._is_long or least_s == math.inf or self.late():
+            return
+        for searches, units in unlike(
+            self.analysis,
+            self.request,
+            self.settled,
+            below_s=self.best_s,
+            time_limit_s=self.left_s,
+        ):
+            for search in searches:
+                found = None if self.late() else self._unlike(search, math.inf, units)
+                schedule = search.layout.schedule if found is None else found.schedule
+                step_s = None if found is None else found.objective_s
+                self.tried.append((search.under(schedule), step_s))
+                if found is not None:
+                    self.found.append(found)
+                    break
+
     def _refine(self) -> None:
         """Let stages of the best pipeline differ, if they do not yet."""
         if not self.piped or self._is_long:
@@ -407,7 +434,9 @@ class _Outer:
             self.found.append(unlike)
             self.tried.append((search.under(unlike.schedule), unlike.objective_s))
 
-    def _unlike(self, search: Lanes, beat_s: float) -> Candidate | None:
+    def _unlike(
+        self, search: Lanes, beat_s: float, units: Units | None = None
+    ) -> Candidate | None:
         """A pipeline of stages that differ."""
         if len(search.searches) == 1 or self.request.settled_plan is not None:
             return None
@@ -420,6 +449,7 @@ class _Outer:
                 self.left_s,
                 beat_s,
                 thorough=not self._is_long,
+                units=units,
             )
         return None
 

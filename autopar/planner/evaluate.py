@@ -331,10 +331,10 @@ def _staged(
         pipeline=pipeline,
         costs=tuple(search.searches[stage].cost for stage in layout.lanes),
         schedule=layout.schedule,
-        simulation=replace(steps[slow], seconds=result.seconds),
+        simulation=replace(steps[slow], seconds=result.seconds()),
         memory=fullest,
         limit_bytes=int(limits[tight]),
-        update_s=max(updates),
+        update_s=result.seconds(updates) - result.seconds(),
         objective_s=shared_s([one.objective_s for one in solutions]),
         bound_s=shared_s([one.bound_s for one in solutions]),
         host_bytes=_most_on_a_node(

@@ -297,13 +297,12 @@ def _point(
         held += before
     else:
         held += update.gradient_bytes
-    outside = (Section.PROLOGUE, Section.EPILOGUE)
     return Point(
         forward_s=chunk.time.forward_s,
         backward_s=chunk.time.backward_s,
         weight_s=chunk.time.weight_s,
-        reduce_s=sum(chunk.sections[section].seconds for section in outside)
-        + update.seconds(stage.cost.device),
+        reduce_s=chunk.sections[Section.EPILOGUE].seconds + update.seconds(stage.cost.device),
+        before_s=chunk.sections[Section.PROLOGUE].seconds,
         resident_bytes=held,
         late_bytes=max(0, late),
         saved_bytes=saved,

@@ -92,7 +92,7 @@ class Candidate:
         schedule: Order of their microbatches.
         simulation: Of the slowest rank; its seconds are those of the step without the update.
         memory: Of the rank that holds most of what it may; ``limit_bytes`` is that.
-        update_s: Of the optimizer's update.
+        update_s: By how much the optimizer's update makes the step longer.
         objective_s: Seconds as the search models them: of the whole model, shared by the stages as
             they are fast; ``bound_s`` the proven least of them on these meshes.
         host_bytes: Of host memory, a rank on average, on the node where most is used.

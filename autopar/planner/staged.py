@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import repeat
+from operator import add
 
 from autopar.cost.node import NodeCost
 from autopar.ir.graph import DTYPE_BYTES, Ref
@@ -133,12 +135,16 @@ class PipelineResult:
     """What a pipeline takes.
 
     Attributes:
-        seconds: Of the step, without the update.
+        ends_s: When every stage is done but for the update.
         stages: Of every stage.
     """
 
-    seconds: float
+    ends_s: tuple[float, ...]
     stages: tuple[StageResult, ...]
+
+    def seconds(self, updates_s: Sequence[float] = ()) -> float:
+        """Of the step, without the update or with what it takes on every stage."""
+        return max(map(add, self.ends_s, updates_s or repeat(0.0)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +157,8 @@ class LoweredPipeline:
         stages: Every stage.
         chunks: Every chunk of the model, in order; alike ones are one.
         sends_s: Seconds of a message behind every chunk but the last.
-        around_s: Seconds before and behind the loop, of the stage that takes longest.
+        before_s: Seconds before the loop, of every stage.
+        behind_s: Seconds behind it.
     """
 
     layout: Layout
@@ -159,13 +166,19 @@ class LoweredPipeline:
     stages: tuple[LoweredStage, ...]
     chunks: tuple[Chunk, ...]
     sends_s: tuple[float, ...]
-    around_s: float
+    before_s: tuple[float, ...]
+    behind_s: tuple[float, ...]
 
     def step_s(self, layout: Layout) -> float:
         """Seconds of the step without the update, under a schedule of the same chunks."""
+        return max(self.ends_s(layout))
+
+    def ends_s(self, layout: Layout) -> tuple[float, ...]:
+        """When every stage is done but for the update, under a schedule of the same chunks."""
         rows = rows_of(layout.schedule, layout.num_stages, layout.num_chunks, self.microbatches)
         times = [chunk.time for chunk in self.chunks]
-        return simulate_schedule(rows, times, self.sends_s).makespan_s + self.around_s
+        ran = simulate_schedule(rows, times, self.sends_s, self.before_s)
+        return tuple(ends[-1] + own_s for ends, own_s in zip(ran.ends_s, self.behind_s, strict=True))
 
     def under(self, layout: Layout) -> PipelineResult:
         """What it takes under a schedule that has the same chunks on the same stages."""
@@ -180,7 +193,7 @@ class LoweredPipeline:
             results.append(
                 StageResult(cost=stage.cost, program=stage.together, sections=sections, peak=peak)
             )
-        return PipelineResult(seconds=self.step_s(layout), stages=tuple(results))
+        return PipelineResult(ends_s=self.ends_s(layout), stages=tuple(results))
 
 
 def lower_pipeline(
@@ -223,18 +236,20 @@ def lower_pipeline(
         )
         for at in range(len(ordered) - 1)
     )
-    outside = (Section.PROLOGUE, Section.EPILOGUE)
-    around_s = max(
-        sum(chunk.sections[section].seconds for chunk in stage.chunks for section in outside)
-        for stage in stages
-    )
+
+    def once_s(section: Section) -> tuple[float, ...]:
+        return tuple(
+            sum(chunk.sections[section].seconds for chunk in stage.chunks) for stage in stages
+        )
+
     return LoweredPipeline(
         layout=layout,
         microbatches=pipeline.stages[0].mesh.microbatches,
         stages=tuple(stages),
         chunks=ordered,
         sends_s=sends_s,
-        around_s=around_s,
+        before_s=once_s(Section.PROLOGUE),
+        behind_s=once_s(Section.EPILOGUE),
     )
 
 

@@ -45,6 +45,7 @@ from autopar.search.inter import solve_inter
 from autopar.search.interproblem import Choice, Family, InterProblem, Link, Place, Setting
 from autopar.search.problem import Problem, Solution
 from autopar.search.stages import Pipeline, equal_lanes, split_lanes
+from cost_models.cluster import Cluster
 from cost_models.collectives import collective_s, pair_link
 
 EVENED = 2
@@ -84,6 +85,7 @@ def stagewise(
     beat_s: float,
     *,
     thorough: bool = False,
+    units: Units | None = None,
 ) -> Candidate | None:
     """The fastest pipeline that fits, of stages that may differ; None where none was found.
 
@@ -94,14 +96,17 @@ def stagewise(
         time_limit_s: For each run of a solver.
         beat_s: Seconds of a step that it must be able to beat by enough.
         thorough: Whether to fit the stages of an even cut, too, each by all its ways lowered.
+        units: Of the forward; None for such as the even cut has borders at.
     """
     if search.layout.schedule not in KNOWN or search.layout.hints:
         return None
     microbatches = search.searches[0].plain.mesh.microbatches
     each_s = search.work_s(time_limit_s) / microbatches
-    if each_s * filled_s(search.layout, microbatches, FORWARD, 0.0) > (1 - WORTH) * beat_s:
+    least_s = each_s * filled_s(search.layout, microbatches, FORWARD, 0.0)
+    # On unlike meshes stages that get what they are best at take less than their share of all.
+    if len(search.kinds) == 1 and least_s > (1 - WORTH) * beat_s:
         return None
-    state = _Stagewise(analysis, request, search, time_limit_s, thorough=thorough)
+    state = _Stagewise(analysis, request, search, time_limit_s, thorough=thorough, units=units)
     if not all(state.ways.values()):
         return None
     found = [
@@ -122,6 +127,7 @@ class _Stagewise:
         time_limit_s: float,
         *,
         thorough: bool,
+        units: Units | None,
     ) -> None:
         self.analysis = analysis
         self.request = request
@@ -129,7 +135,7 @@ class _Stagewise:
         self.left_s = time_limit_s
         self.layout = search.layout
         self.fastest = {kind: kind.within(None, time_limit_s) for kind in search.kinds}
-        self.units = self._units()
+        self.units = units or self._units()
         splits = schedule_named(self.layout.schedule).splits_backward
         self.ways: dict[MeshSearch, tuple[Way, ...]] = {
             kind: ways_of(
@@ -305,17 +311,12 @@ class _Stagewise:
         )
 
     def _link(self, border: int, num_bytes: float) -> Link:
-        """What joins two stages: their ranks send at once, each its part."""
-        first = self.search.first_ranks
+        """What joins two stages."""
         pairs = min(
             self.search.searches[stage].plain.mesh.num_ranks for stage in (border, border + 1)
         )
-        link = pair_link(self.request.cluster, first[border], first[border + 1])
-        latency_s = collective_s("send", 1, link)
-        moved_s = collective_s("send", max(num_bytes / pairs, 1.0), link) - latency_s
-        if moved_s <= 0:
-            return Link(latency_s=latency_s)
-        return Link(latency_s=latency_s, bytes_per_s=num_bytes / moved_s)
+        ends = self.search.first_ranks[border : border + 2]
+        return joint(self.request.cluster, ends, num_bytes, pairs)
 
     def _taken(self, choice: Choice) -> dict[int, int]:
         """Way of every unit: those of a kind on one chunk take theirs one after the other.
@@ -512,6 +513,23 @@ def _sums(way: Way) -> float:
 def _apart(low: float, high: float) -> bool:
     """Whether bytes are so far apart that ways between them are worth a look."""
     return high > (1 + NEAR) * low
+
+
+def joint(cluster: Cluster, ends: Sequence[int], num_bytes: float, pairs: int = 1) -> Link:
+    """What joins two stages: their ranks send at once, each its part.
+
+    Args:
+        cluster: The network.
+        ends: A rank of each.
+        num_bytes: Of a message, about.
+        pairs: Ranks that send at once, the link's own included.
+    """
+    link = pair_link(cluster, *ends)
+    latency_s = collective_s("send", 1, link)
+    moved_s = collective_s("send", max(num_bytes / pairs, 1.0), link) - latency_s
+    if moved_s <= 0:
+        return Link(latency_s=latency_s)
+    return Link(latency_s=latency_s, bytes_per_s=num_bytes / moved_s)
 
 
 def _commonest(taken: Mapping[int, int]) -> int:

@@ -132,6 +132,18 @@ def divided(units: Units, cuts: Collection[int]) -> Units:
     return Units(units.analysis, tuple(starts), _numbered(whats))
 
 
+def narrows(units: Units) -> tuple[int, ...]:
+    """Inside units, where no more crosses than at either end, and less than half of one of them."""
+    crossing = course_of(units.analysis).crossing_bytes.tolist()
+    found = []
+    for first, end in pairwise(units.starts):
+        at = min(range(first + 1, end), key=crossing.__getitem__, default=first)
+        ends = [crossing[end]] * (end < units.starts[-1]) + [crossing[first]] * (first > 0)
+        if crossing[at] <= min(ends, default=0) and 2 * crossing[at] <= max(ends, default=0):
+            found.append(at)
+    return tuple(found)
+
+
 def _numbered(whats: Sequence[Hashable]) -> tuple[int, ...]:
     """A number for each, the same for those that are equal."""
     known: dict[Hashable, int] = {}

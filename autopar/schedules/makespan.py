@@ -106,7 +106,10 @@ class Timeline:
 
 
 def simulate(
-    schedule: Schedule, times: Sequence[ChunkTime], send_s: float | Sequence[float] = 0.0
+    schedule: Schedule,
+    times: Sequence[ChunkTime],
+    send_s: float | Sequence[float] = 0.0,
+    free_s: Sequence[float] = (),
 ) -> Timeline:
     """When every action runs, each as soon as the one before it and its messages allow.
 
@@ -117,6 +120,7 @@ def simulate(
         times: One entry per chunk.
         send_s: Seconds of a message between neighbouring chunks, one way: one number, or one for
             each border between chunks.
+        free_s: For each lane, when it can begin; none for all at once.
     """
     lanes = chunk_lanes(schedule)
     gradient = gradient_kind(schedule)
@@ -133,7 +137,7 @@ def simulate(
         row, begun, ended = schedule[lane], starts[lane], ends[lane]
         while len(begun) < len(row):
             action = row[len(begun)]
-            ready = ended[-1] if ended else 0.0
+            ready = ended[-1] if ended else free_s[lane] if free_s else 0.0
             for source in needs(action, last, gradient):
                 if source not in done:
                     waiting[source] = lane

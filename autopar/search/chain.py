@@ -169,7 +169,11 @@ class Chain:
             return None, float("inf")
         if cap_s < float("inf") and self._front(cap_s) is None:
             return None, cap_s / (1 + gap)
+        last = 0.0
         for raised in RAISES:
+            if raised < (1 + gap) * last:
+                continue
+            last = raised
             cap = min(low_s * raised, cap_s) if low_s else cap_s
             found = self._below(cap)
             if found is not None:

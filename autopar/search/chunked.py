@@ -22,6 +22,7 @@ from autopar.search.chain import Combination, Memo
 from autopar.search.interproblem import Choice, Piece, Place, Point, Setting
 from autopar.search.segments import Segments, costs_of
 from autopar.search.stages import balanced_cuts
+from autopar.search.timeline import BACKWARD, BEFORE, COSTS, REDUCE, WEIGHT
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,21 +73,22 @@ def simulated_s(choice: Choice, sends_s: Sequence[float]) -> float:
     rows = spec.generate(len(choice.places), choice.chunks, choice.setting.microbatches)
     costs = [piece_costs(choice.setting, piece, choice.places[lane])
              for piece, lane in zip(choice.pieces, choice.lanes, strict=True)]  # fmt: skip
-    times = [ChunkTime(forward_s=f, backward_s=b, weight_s=w) for f, b, w, _ in costs]
-    timeline = simulate_schedule(rows, times, sends_s)
-    reduces = [0.0] * len(rows)
-    for lane, (*_, reduce_s) in zip(choice.lanes, costs, strict=True):
-        reduces[lane] += reduce_s
+    times = [ChunkTime(forward_s=f, backward_s=b, weight_s=w) for f, b, w, *_ in costs]
+    reduces, free_s = [0.0] * len(rows), [0.0] * len(rows)
+    for lane, own in zip(choice.lanes, costs, strict=True):
+        reduces[lane] += own[REDUCE]
+        free_s[lane] += own[BEFORE]
+    timeline = simulate_schedule(rows, times, sends_s, free_s)
     return max(ends[-1] + own for ends, own in zip(timeline.ends_s, reduces, strict=True))
 
 
-def piece_costs(setting: Setting, piece: Piece, place: Place) -> tuple[float, float, float, float]:
-    """Seconds of forward, backward, weight gradient and reduction of a piece."""
-    total = np.zeros(4)
+def piece_costs(setting: Setting, piece: Piece, place: Place) -> tuple[float, ...]:
+    """Costs of a piece, as `segments.costs_of` has them."""
+    total = np.zeros(COSTS)
     for own, counts in piece.counts.items():
         total = total + np.array(counts) @ costs_of(setting.fronts[own][place.kind])
-    f, b, w, d = total.tolist()
-    return f, b, min(w, b), d
+    total[WEIGHT] = min(total[WEIGHT], total[BACKWARD])
+    return tuple(total.tolist())
 
 
 class Chunked:

@@ -27,12 +27,15 @@ from autopar.search.interproblem import (
 from autopar.search.timeline import timeline_of
 
 
-def solve_inter(problem: InterProblem, *, gap: float = 0.0) -> InterSolution:
+def solve_inter(
+    problem: InterProblem, *, gap: float = 0.0, below_s: float = float("inf")
+) -> InterSolution:
     """The best choice over all combinations, and the proven bound.
 
     Args:
         problem: What to choose from.
         gap: Part of the step time by which the best may be worse than the optimum.
+        below_s: Seconds of a step that is known: nothing slower is looked for.
     """
     start = time.process_time()
     memo = Memo(problem, gap)
@@ -42,7 +45,7 @@ def solve_inter(problem: InterProblem, *, gap: float = 0.0) -> InterSolution:
     best: Choice | None = None
     tried = []
     for candidate in candidates:
-        cap_s = float("inf") if best is None else best.step_s
+        cap_s = below_s if best is None else best.step_s
         found, bound_s = None, candidate.bound_s
         if bound_s < cap_s:
             found, bound_s = candidate.solve(cap_s)
@@ -94,13 +97,14 @@ class _Candidate:
 
 
 def _chain(memo: Memo, combination: Combination) -> Chain:
-    reduces = any(
-        p.reduce_s for front in combination.setting.fronts for points in front for p in points
-    )
+    fronts = combination.setting.fronts
+    points = [p for front in fronts for own in front for p in own]
     timeline = timeline_of(
         combination.schedule,
         microbatches=combination.setting.microbatches,
-        reduces=reduces,
+        num_stages=combination.num_stages,
+        reduces=any(p.reduce_s for p in points),
+        begins=any(p.before_s for p in points),
     )
     assert timeline is not None, f"no timeline of {combination.schedule}"
     return Chain(memo, combination, timeline)
@@ -143,9 +147,9 @@ def _stage_numbers(problem: InterProblem, family: Family) -> range:
     most = min(problem.most_stages, len(problem.blocks))
     if family.is_tiling:
         count = len(family.places)
-        return range(count, count + 1) if count <= most else range(0)
+        return range(count, count + 1) if problem.least_stages <= count <= most else range(0)
     least = min(place.size for place in family.places)
-    return range(1, min(most, (family.end - family.first) // least) + 1)
+    return range(problem.least_stages, min(most, (family.end - family.first) // least) + 1)
 
 
 def _possible(

@@ -28,6 +28,7 @@ class Point:
         backward_s: Seconds of its backward, with exposed collectives and recomputation.
         weight_s: The part of the backward that makes gradients of parameters alone.
         reduce_s: Seconds a step of reducing gradients and of what else follows the last backward.
+        before_s: Seconds a step of what comes ahead of the first forward.
         resident_bytes: Held through the step.
         late_bytes: Held from its first backward on, beside that.
         saved_bytes: Held of every microbatch between its forward and its backward.
@@ -38,6 +39,7 @@ class Point:
     backward_s: float
     weight_s: float = 0.0
     reduce_s: float = 0.0
+    before_s: float = 0.0
     resident_bytes: float = 0.0
     late_bytes: float = 0.0
     saved_bytes: float = 0.0
@@ -145,7 +147,7 @@ class InterProblem:
         families: Sets of places to choose from.
         links: Between every device and the next.
         schedules: (name, chunks a stage) to choose from.
-        most_stages: Of a pipeline.
+        most_stages: Of a pipeline; ``least_stages`` it has at least.
     """
 
     blocks: tuple[int, ...]
@@ -154,6 +156,7 @@ class InterProblem:
     links: tuple[Link, ...]
     schedules: tuple[tuple[str, int], ...] = (("1f1b", 1),)
     most_stages: int = 64
+    least_stages: int = 1
 
     def __post_init__(self) -> None:
         for name, chunks in self.schedules:
@@ -249,7 +252,7 @@ class InterSolution:
     """The best choice, and what is proven.
 
     Attributes:
-        best: None if it is proven that nothing fits.
+        best: None if it is proven that nothing fits, or nothing that is fast enough.
         bound_s: Proven least seconds of the problem.
         asked_gap: Gap that was allowed.
         tried: All combinations that were looked at.

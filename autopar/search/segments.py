@@ -8,12 +8,13 @@ import numpy as np
 
 from autopar.search.interproblem import Point
 from autopar.search.knapsack import Floats, Options, Relaxation, best_choices, frontier
+from autopar.search.timeline import COSTS
 
 
 def costs_of(points: Sequence[Point]) -> Floats:
-    """[points, 4]: seconds of forward, backward, weight gradient and reduction."""
-    rows = [(p.forward_s, p.backward_s, p.weight_s, p.reduce_s) for p in points]
-    return np.array(rows, dtype=np.float64).reshape(len(rows), 4)
+    """[points, COSTS]: seconds of forward, backward, weight gradient, behind and ahead of them."""
+    rows = [(p.forward_s, p.backward_s, p.weight_s, p.reduce_s, p.before_s) for p in points]
+    return np.array(rows, dtype=np.float64).reshape(len(rows), COSTS)
 
 
 class Counts:
@@ -52,7 +53,7 @@ class Segments:
         measures: Callable[[Floats], Floats],
         gap: float = 0.0,
     ) -> None:
-        """Fronts by class; `measures` of [points, 4] costs decide which choice beats another.
+        """Fronts by class; `measures` of [points, COSTS] decide which choice beats another.
 
         Choices are within `gap` of the best, as in `knapsack.best_choices`.
         """
@@ -110,7 +111,7 @@ class Segments:
     def choices(
         self, counts: tuple[tuple[int, int], ...], most_s: float = np.inf
     ) -> tuple[tuple[Floats, Taken], ...]:
-        """Choices that no other beats: their [4] costs, and (class, blocks of every point).
+        """Choices that no other beats: their [COSTS] costs, and (class, blocks of every point).
 
         Those whose forward and backward take longer than `most_s` may be left out.
         """
@@ -127,7 +128,7 @@ class Segments:
         groups = [(number, self._options[own]) for own, number in counts]
         found = []
         for choice in best_choices(groups, self.memory_bytes, most_s, self.gap):
-            costs = np.zeros(4)
+            costs = np.zeros(COSTS)
             taken = []
             for (own, _), kept in zip(counts, choice.counts, strict=True):
                 row = [0] * len(self.costs[own])

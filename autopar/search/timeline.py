@@ -20,8 +20,10 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-FORWARD, BACKWARD, WEIGHT, REDUCE = range(4)
-"""Columns of the costs of a stage: seconds of a microbatch, and of the reduction in a step.
+FORWARD, BACKWARD, WEIGHT, REDUCE, BEFORE = range(5)
+COSTS = 5
+"""Columns of the costs of a stage: seconds of a microbatch; in a step, of the reduction, and of
+what comes ahead of the first forward.
 
 The weight gradient's seconds are part of the backward's.
 """
@@ -40,7 +42,7 @@ class Timeline(Protocol):
         ...
 
     def measures(self, costs: Floats, behind: int) -> Floats:
-        """[options, measures] of [options, 4] costs: no larger in all of them is no worse."""
+        """[options, measures] of [options, COSTS]: no larger in all of them is no worse."""
         ...
 
     def start(self) -> Floats:
@@ -95,7 +97,7 @@ class OneForwardOneBackward:
         return min(behind + 1, self.microbatches)
 
     def measures(self, costs: Floats, behind: int) -> Floats:
-        f, b, _, d = costs.T
+        f, b, _, d = costs.T[:BEFORE]
         count, k = self.microbatches, behind
         if k == 0:
             return np.stack([f + b, f + b + d] if self.reduces else [f + b], axis=1)
@@ -111,7 +113,7 @@ class OneForwardOneBackward:
         return np.array([state if self.reduces else state[:3]])
 
     def extend(self, states: Floats, costs: Floats, send_s: float, behind: int) -> Floats:
-        f, b, _, d = costs.T
+        f, b, _, d = costs.T[:BEFORE]
         both = f + b + 0 * states[:, :1]
         beyond = states[:, :1] + 2 * send_s
         paced, sent = self._paced(f, b, states[:, 1:2] + 2 * send_s, beyond, behind)
@@ -176,7 +178,7 @@ class AllForwardAllBackward:
         return np.zeros((1, 5))
 
     def extend(self, states: Floats, costs: Floats, send_s: float, behind: int) -> Floats:
-        f, b, _, d = costs.T
+        f, b, _, d = costs.T[:BEFORE]
         forward = states[:, 0:1] + f + send_s
         slowest_f = np.maximum(states[:, 1:2], f)
         backward = states[:, 2:3] + b + send_s
@@ -197,26 +199,36 @@ class AllForwardAllBackward:
 
 @dataclass(frozen=True, slots=True)
 class SplitBackward:
-    """ZB-H1: a stage has all its work to do and its reduction; the schedule says what it idles.
+    """ZB-H1: what a stage waits for, all its work, its reduction; the schedule says what else.
 
-    The state is the longest of these.
+    A stage begins when the first microbatch has come through those in front of it, and its
+    backwards when that has come back, by when it has no more forwards done than it may hold. The
+    state is the longest of these, and the way of one microbatch there and back.
     """
 
     microbatches: int
+    num_stages: int
     exact: bool = False
 
     def live(self, behind: int, num_stages: int) -> int:
         return min(num_stages, self.microbatches)
 
     def measures(self, costs: Floats, behind: int) -> Floats:
-        f, b, _, d = costs.T
-        return np.asarray(self.microbatches * (f + b) + d)[:, None]
+        f, b, w, d = costs.T[:BEFORE]
+        later = self.microbatches - self.live(behind, self.num_stages)
+        late = (1 + later) * f + self.microbatches * b + d
+        return np.stack([self.microbatches * (f + b) + d, late, f, f + b - w], axis=1)
 
     def start(self) -> Floats:
-        return np.zeros((1, 1))
+        return np.zeros((1, 2))
 
     def extend(self, states: Floats, costs: Floats, send_s: float, behind: int) -> Floats:
-        return np.asarray(np.maximum(states[:, :, None], self.measures(costs, behind)))
+        work, late, f, turn = self.measures(costs, behind).T
+        pipe, way = states[:, 0:1], states[:, 1:2] + 2 * send_s
+        longest = np.maximum(work, late + way)
+        if behind:
+            longest = np.maximum(longest, pipe + f + send_s)
+        return np.stack([longest, way + turn], axis=2)
 
     def seconds(self, states: Floats) -> Floats:
         return states[:, 0]
@@ -228,17 +240,61 @@ class SplitBackward:
         return cap_s / self.microbatches
 
 
-def timeline_of(schedule: str, *, microbatches: int, reduces: bool) -> Timeline | None:
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A timeline of which stages have something to do ahead of their first forward.
+
+    The step is the longest of what it takes from any stage on, begun when that stage can. The last
+    number of the state is that.
+    """
+
+    inner: Timeline
+
+    @property
+    def exact(self) -> bool:
+        return self.inner.exact
+
+    def live(self, behind: int, num_stages: int) -> int:
+        return self.inner.live(behind, num_stages)
+
+    def measures(self, costs: Floats, behind: int) -> Floats:
+        return np.column_stack((self.inner.measures(costs, behind), costs[:, BEFORE]))
+
+    def start(self) -> Floats:
+        return np.column_stack((self.inner.start(), [0.0]))
+
+    def extend(self, states: Floats, costs: Floats, send_s: float, behind: int) -> Floats:
+        grown = self.inner.extend(states[:, :-1], costs, send_s, behind)
+        flat = grown.reshape(-1, grown.shape[2])
+        ends = self.inner.seconds(flat).reshape(grown.shape[:2]) + costs[:, BEFORE]
+        return np.concatenate((grown, np.maximum(ends, states[:, -1:])[:, :, None]), axis=2)
+
+    def seconds(self, states: Floats) -> Floats:
+        return states[:, -1]
+
+    def least_s(self, states: Floats, before_s: float) -> Floats:
+        return np.maximum(self.inner.least_s(states[:, :-1], before_s), states[:, -1])
+
+    def most_s(self, cap_s: float, before_s: float, beyond_s: float, behind: int) -> float:
+        return self.inner.most_s(cap_s, before_s, beyond_s, behind)
+
+
+def timeline_of(
+    schedule: str, *, microbatches: int, num_stages: int, reduces: bool, begins: bool
+) -> Timeline | None:
     """The timeline of a schedule of one chunk a stage; None where there is none.
 
     Args:
         schedule: Its name.
         microbatches: Of the step.
+        num_stages: Of the pipeline.
         reduces: Whether any stage has a reduction.
+        begins: Whether any has something to do ahead of its first forward.
     """
     known: Mapping[str, Timeline] = {
         "gpipe": AllForwardAllBackward(microbatches),
         "1f1b": OneForwardOneBackward(microbatches, reduces),
-        "zb-h1": SplitBackward(microbatches),
+        "zb-h1": SplitBackward(microbatches, num_stages),
     }
-    return known.get(schedule)
+    found = known.get(schedule)
+    return Begun(found) if begins and found is not None else found

@@ -25,6 +25,7 @@ from tests.dist.training import (
     whole,
 )
 from tests.oracles.models import mlp
+from tests.oracles.slow import slow_network
 
 DEFAULT = {
     ("gpt2", "2+1+1", 2, "1f1b", 8),
@@ -66,6 +67,13 @@ def test_unlike_stages_train_as_one_process_does(
     assert {rank["stages"] for rank in found} == {UNLIKE[stages].pp}
     assert {rank["microbatches"] for rank in found} == {microbatches}
     assert_same_training(found, one_process(model, samples))
+
+
+def test_sizes_that_are_chosen_train_as_one_process_does(pool: Any) -> None:
+    hints, cluster = (hint.microbatches(2),), slow_network(4)
+    found = pool(4).run(parallel_run, "convolutions", 4, hints, None, None, cluster)
+    assert {tuple(rank["ranks"]) for rank in found} == {(3, 1)}
+    assert_same_training(found, one_process("convolutions"))
 
 
 def used(folder: str) -> list[str]:

@@ -15,7 +15,7 @@ import autopar
 from autopar import hint
 from autopar.capture.keyed import keyed
 from autopar.plan.serialize import from_json
-from tests.oracles.models import DRAWING, MODELS, Built, penalised, unet
+from tests.oracles.models import DRAWING, MODELS, Built, convolutions, penalised, unet
 
 STEPS = 5
 SEED = 17
@@ -61,7 +61,7 @@ UNLIKE: dict[str, hint.Degrees] = {
 """Stages of unlike meshes, by what is added up."""
 
 
-OTHERS = {"unet": unet, "penalised": penalised}
+OTHERS = {"unet": unet, "penalised": penalised, "convolutions": convolutions}
 """Models of some tests alone."""
 
 
@@ -146,12 +146,16 @@ def parallel_run(
     hints: Sequence[hint.Hint],
     samples: int | None = None,
     plan: str | None = None,
+    cluster: autopar.Cluster | None = None,
 ) -> dict[str, Any]:
-    """The same on this rank of a pool; ``plan`` is the text of a plan to follow."""
+    """The same on this rank of a pool; ``plan`` is the text of a plan to follow.
+
+    Planned for a cluster that is described, or for the processes that there are.
+    """
     model, batch, loss = build(name, samples)
     parallel = autopar.compile(
         model,
-        autopar.Cluster.local(world_size),
+        cluster or autopar.Cluster.local(world_size),
         batch,
         loss=loss,
         hints=hints,
@@ -165,6 +169,7 @@ def parallel_run(
     )
     found["pieces"] = {name: piece(p) for name, p in parallel.named_parameters()}
     found["stages"] = parallel.plan.num_stages
+    found["ranks"] = [len(ranks) for ranks in parallel.plan.ranks_of_stages]
     found["microbatches"] = parallel.plan.microbatches
     return found
 

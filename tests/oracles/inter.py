@@ -85,16 +85,22 @@ def step_s(problem: InterProblem, plan: InterPlan) -> float | None:
     reduces = [sum(p.reduce_s for n, q in enumerate(lanes) if q == s for p in own[n])
                for s in range(num_stages)]  # fmt: skip
     stages = [StageTime(f, b) for f, b in zip(forward, backward, strict=True)]
+    before = [sum(p.before_s for n, q in enumerate(lanes) if q == s for p in own[n])
+              for s in range(num_stages)]  # fmt: skip
     if plan.schedule == "1f1b":
-        return one_f_one_b_chained_s(stages, reduces, count, sends)
-    if plan.schedule == "gpipe" and not any(reduces):
+        return max(
+            before[first]
+            + one_f_one_b_chained_s(stages[first:], reduces[first:], count, sends[first:])
+            for first in range(num_stages)
+        )
+    if plan.schedule == "gpipe" and not any(reduces + before):
         return gpipe_s(stages, count, sends)
     weights = [
         min(sum(p.weight_s for p in piece), b) for piece, b in zip(own, backward, strict=True)
     ]
     rows = spec.generate(num_stages, len(own) // num_stages, count)
     times = [ChunkTime(f, b, w) for f, b, w in zip(forward, backward, weights, strict=True)]
-    timeline = simulate(rows, times, sends)
+    timeline = simulate(rows, times, sends, before)
     return max(e[-1] + d for e, d in zip(timeline.ends_s, reduces, strict=True))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -260,6 +261,44 @@ def resnet() -> Built:
             nn.init.normal_(module.running_mean, std=0.2)
             nn.init.uniform_(module.running_var, 0.5, 1.5)
     return model.eval(), {"x": torch.randn(4, 3, 6, 6), "y": torch.tensor([0, 3, 1, 4])}, class_loss
+
+
+def convolutions(
+    *,
+    width: int = 8,
+    image: int = 8,
+    side: int = 4,
+    layers: int = 6,
+    hidden: int = 128,
+    dense: int = 5,
+    classes: int = 5,
+    samples: int = 48,
+) -> Built:
+    """Convolutions that compute most, then dense layers that hold most parameters.
+
+    Args:
+        width: Channels.
+        image: Side of the images; ``side`` once they are pooled.
+        side: Of what the first dense layer reads.
+        layers: Convolutions.
+        hidden: Width of the dense layers.
+        dense: How many there are, beside the classifier.
+        classes: To tell apart.
+        samples: Of the batch.
+    """
+    torch.manual_seed(11)
+    wide, deep = [width] * layers, [hidden] * dense
+    convs = [nn.Conv2d(a, b, 3, padding=1) for a, b in pairwise([3, *wide])]
+    linears = [nn.Linear(a, b) for a, b in pairwise([width * side**2, *deep])]
+    model = nn.Sequential(
+        *(part for own in convs for part in (own, nn.ReLU())),
+        nn.AvgPool2d(image // side),
+        nn.Flatten(),
+        *(part for own in linears for part in (own, nn.ReLU())),
+        nn.Linear(hidden, classes),
+    )
+    batch = {"x": torch.randn(samples, 3, image, image), "y": torch.arange(samples) % classes}
+    return model, batch, class_loss
 
 
 MODELS: dict[str, Callable[[], Built]] = {"mlp": mlp, "llama": llama, "gpt2": gpt2, "bert": bert}

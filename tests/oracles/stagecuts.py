@@ -300,13 +300,13 @@ class StageCuts:
         lowered = lower_pipeline(self.analysis, lanes, pipeline, self.layout, self.cluster)
         result = lowered.under(self.layout)
         away = states_on_host(*pipeline.stages)
-        update_s = max(
+        updates_s = [
             update_of(s.program, ADAMW, away=away).seconds(self.cost.device) for s in result.stages
-        )
+        ]
         peaks = tuple(
             predicted_memory(s.program, s.peak, ADAMW, away=away).total_bytes for s in result.stages
         )
-        return Staged(result.seconds + update_s, peaks)
+        return Staged(result.seconds(updates_s), peaks)
 
 
 LOOSE = 1 + 1e-4

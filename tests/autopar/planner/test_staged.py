@@ -77,10 +77,10 @@ def nameless(found: Mapping[Any, Simulation]) -> dict[Any, Simulation]:
 def test_alike_stages_are_lowered_once_and_take_what_each_takes(schedule: str, chunks: int) -> None:
     together, each = lowered(schedule, chunks), lowered(schedule, chunks, apart=True)
     assert len(set(map(id, together.stages))) < STAGES == len(set(map(id, each.stages)))
-    assert together.sends_s == each.sends_s and together.around_s == each.around_s
+    assert together.sends_s == each.sends_s and together.behind_s == each.behind_s
     layout = together.layout
     found, wanted = together.under(layout), each.under(layout)
-    assert found.seconds == wanted.seconds
+    assert found.ends_s == wanted.ends_s
     for own, other in zip(found.stages, wanted.stages, strict=True):
         assert nameless(own.sections) == nameless(other.sections)
         assert nameless({"peak": own.peak}) == nameless({"peak": other.peak})
@@ -90,6 +90,6 @@ def test_one_lowering_serves_all_schedules_of_the_same_chunks() -> None:
     once = lowered("1f1b")
     for schedule in ("gpipe", "early-backward-2"):
         own = lowered(schedule)
-        assert once.under(own.layout).seconds == own.under(own.layout).seconds
+        assert once.under(own.layout).ends_s == own.under(own.layout).ends_s
         held = [[s.peak.peak_bytes for s in x.under(own.layout).stages] for x in (once, own)]
         assert held[0] == held[1]

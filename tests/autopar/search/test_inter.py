@@ -24,6 +24,7 @@ def points(draw: st.DrawFn, *, reduces: bool) -> Point:
         backward_s=backward,
         weight_s=draw(st.integers(0, backward)),
         reduce_s=draw(WHOLE) if reduces else 0.0,
+        before_s=draw(WHOLE) if reduces else 0.0,
         resident_bytes=draw(WHOLE),
         saved_bytes=draw(WHOLE),
         transient_bytes=draw(WHOLE),
