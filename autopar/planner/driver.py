@@ -434,9 +434,7 @@ class _Outer:
             self.found.append(unlike)
             self.tried.append((search.under(unlike.schedule), unlike.objective_s))
 
-    def _unlike(
-        self, search: Lanes, beat_s: float, units: Units | None = None
-    ) -> Candidate | None:
+    def _unlike(self, search: Lanes, beat_s: float, units: Units | None = None) -> Candidate | None:
         """A pipeline of stages that differ."""
         if len(search.searches) == 1 or self.request.settled_plan is not None:
             return None

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import repeat
-from operator import add
 
 from autopar.cost.node import NodeCost
 from autopar.ir.graph import DTYPE_BYTES, Ref
@@ -144,7 +142,8 @@ class PipelineResult:
 
     def seconds(self, updates_s: Sequence[float] = ()) -> float:
         """Of the step, without the update or with what it takes on every stage."""
-        return max(map(add, self.ends_s, updates_s or repeat(0.0)))
+        more_s = updates_s or [0.0] * len(self.ends_s)
+        return max(end + own for end, own in zip(self.ends_s, more_s, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +177,9 @@ class LoweredPipeline:
         rows = rows_of(layout.schedule, layout.num_stages, layout.num_chunks, self.microbatches)
         times = [chunk.time for chunk in self.chunks]
         ran = simulate_schedule(rows, times, self.sends_s, self.before_s)
-        return tuple(ends[-1] + own_s for ends, own_s in zip(ran.ends_s, self.behind_s, strict=True))
+        return tuple(
+            ends[-1] + own_s for ends, own_s in zip(ran.ends_s, self.behind_s, strict=True)
+        )
 
     def under(self, layout: Layout) -> PipelineResult:
         """What it takes under a schedule that has the same chunks on the same stages."""

@@ -244,8 +244,8 @@ class SplitBackward:
 class Begun:
     """A timeline of which stages have something to do ahead of their first forward.
 
-    The step is the longest of what it takes from any stage on, begun when that stage can. The last
-    number of the state is that.
+    The step is the longest of what it takes from any stage on, begun when that stage can; what the
+    stages in front of it do behind that is not added. The last number of the state is that.
     """
 
     inner: Timeline

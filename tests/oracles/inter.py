@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from autopar.schedules.actions import Schedule
 from autopar.schedules.makespan import ChunkTime, simulate
 from autopar.schedules.table import Size, schedule_named
 from autopar.search.interproblem import Choice, Family, InterProblem, Place, Point, Setting
@@ -98,8 +99,31 @@ def step_s(problem: InterProblem, plan: InterPlan) -> float | None:
     weights = [
         min(sum(p.weight_s for p in piece), b) for piece, b in zip(own, backward, strict=True)
     ]
-    rows = spec.generate(num_stages, len(own) // num_stages, count)
     times = [ChunkTime(f, b, w) for f, b, w in zip(forward, backward, weights, strict=True)]
+    if plan.schedule == "gpipe":
+        # As the closed form: the longest of what it takes from any stage on.
+        return max(
+            before[first]
+            + _simulated_s(
+                spec.generate(num_stages - first, 1, count),
+                times[first:],
+                sends[first:],
+                reduces[first:],
+            )
+            for first in range(num_stages)
+        )
+    rows = spec.generate(num_stages, len(own) // num_stages, count)
+    return _simulated_s(rows, times, sends, reduces, before)
+
+
+def _simulated_s(
+    rows: Schedule,
+    times: Sequence[ChunkTime],
+    sends: Sequence[float],
+    reduces: Sequence[float],
+    before: Sequence[float] = (),
+) -> float:
+    """Seconds until the last stage has reduced."""
     timeline = simulate(rows, times, sends, before)
     return max(e[-1] + d for e, d in zip(timeline.ends_s, reduces, strict=True))
 

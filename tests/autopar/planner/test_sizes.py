@@ -38,8 +38,8 @@ def ethernet(gigabytes: float) -> Cluster:
 
 
 NETS = {
-    "deep head": (dict(layers=9, hidden=4096, dense=7), 1.25),
-    "wide head": (dict(layers=11, hidden=8192, dense=2), 0.6),
+    "deep head": ({"layers": 9, "hidden": 4096, "dense": 7}, 1.25),
+    "wide head": ({"layers": 11, "hidden": 8192, "dense": 2}, 0.6),
 }
 """Convolutions with few parameters, then dense layers with most of them; GB/s of the network."""
 
@@ -73,7 +73,7 @@ def sizes_of(plan: Plan) -> tuple[int, ...]:
 @pytest.mark.large
 @pytest.mark.parametrize("name", NETS)
 def test_no_sizes_that_hints_ask_for_are_faster(name: str) -> None:
-    """Of all ways to deal replicas out to stages, with every schedule and number of microbatches."""
+    """Of all ways to deal replicas out to stages, all schedules and microbatches."""
     analysis, cluster = analysed(name), ethernet(NETS[name][1])
     plan = planned(analysis, cluster)
     assert len(set(sizes_of(plan))) > 1

@@ -85,6 +85,9 @@ def test_optimum_equals_exhaustion(schedules: tuple[str, ...], data: st.DataObje
     assert found.best is not None and found.status == "optimal"
     assert found.best.step_s == pytest.approx(least_s, rel=1e-9)
     assert found.bound_s == pytest.approx(least_s, rel=1e-9)
+    again, none = (solve_inter(problem, below_s=part * least_s) for part in (1.01, 0.99))
+    assert again.best is not None and again.best.step_s == found.best.step_s
+    assert none.best is None
     plan = oracle.plans_of(found.best, problem)
     assert oracle.step_s(problem, plan) == pytest.approx(found.best.step_s, rel=1e-9)
 
