@@ -39,7 +39,7 @@ from autopar.planner.pipelines import CHEAP, Pipelines, Way, layouts
 from autopar.planner.prove import prove, prove_harder
 from autopar.planner.refine import refined
 from autopar.planner.request import Candidate, Failure, Request
-from autopar.planner.sizes import unlike
+from autopar.planner.sizes import unlike, ways
 from autopar.planner.stagewise import stagewise
 from autopar.planner.units import Units
 from autopar.search.analysis import Analysis
@@ -403,8 +403,7 @@ class _Outer:
 
         Of a long step, or where there is nothing to beat, none are looked for.
         """
-        least_s = self.best_s
-        if self._is_long or least_s == math.inf or self.late():
+        if self._is_long or self.best_s == math.inf or self.late():
             return
         for searches, units in unlike(
             self.analysis,
@@ -578,7 +577,8 @@ class _Outer:
     def least_s(self) -> float:
         """Seconds that no plan on these ranks takes less than; infinite where hints allow none."""
         bounds_s = []
-        for spaces, layout in self._possible():
+        unlike_sizes = () if self._is_long else ways(self.request.cluster, self.settled)
+        for spaces, layout in (*self._possible(), *unlike_sizes):
             for count in self._counts(layout):
                 # A pipeline may take its ranks' parts of the batch for equal.
                 for own in {spaces, self._shared(spaces, count)}:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import numpy as np
 
@@ -98,12 +98,44 @@ def unlike(
         below_s: Seconds of a step that is known.
         time_limit_s: For each run of a solver.
     """
-    cluster = request.cluster
-    if cluster.num_devices < 3 or len(cluster.devices) > 1 or not is_free(settled.degrees):
-        return []
-    if settled.shares is not None or settled.cuts or settled.schedule not in ALONE:
+    if not _may_be(request.cluster, settled):
         return []
     return _Sizes(analysis, request, settled, below_s, time_limit_s).run()
+
+
+def ways(cluster: Cluster, settled: Settled) -> Iterator[tuple[tuple[Mesh, ...], Layout]]:
+    """Stages of any sizes that may be chosen, as replicas, under each kind of schedule.
+
+    Args:
+        cluster: Where.
+        settled: Hints in force.
+    """
+    if not _may_be(cluster, settled):
+        return
+    total = cluster.num_devices
+    each = 1 if total <= FEW else math.ceil(total / BORDERS)
+    for count in _counts_of_stages(cluster, settled):
+        for borders in combinations(range(each, total, each), count - 1):
+            sizes = [b - a for a, b in pairwise((0, *borders, total))]
+            spaces = tuple(Mesh(("dp",), (size,), roles=("dp",)) for size in sizes)
+            for name in (settled.schedule,) if settled.schedule_is_hinted else SCHEDULES:
+                yield spaces, Layout(schedule=name, num_stages=count, num_chunks=1)
+
+
+def _may_be(cluster: Cluster, settled: Settled) -> bool:
+    """Whether hints and devices leave stages of any sizes."""
+    plain = settled.shares is None and not settled.cuts and settled.schedule in ALONE
+    counts = _counts_of_stages(cluster, settled)
+    return is_free(settled.degrees) and plain and bool(counts) and len(cluster.devices) == 1
+
+
+def _counts_of_stages(cluster: Cluster, settled: Settled) -> range:
+    """Numbers of stages that may be of unlike sizes."""
+    most = min(MOST_STAGES, cluster.num_devices - 1) if cluster.num_devices <= FEW else 2
+    forced = settled.num_stages
+    if forced is None:
+        return range(2, most + 1)
+    return range(forced, forced + 1) if 2 <= forced <= most else range(0)
 
 
 Promising = tuple[tuple[Lanes, ...], Units]
@@ -234,15 +266,15 @@ class _Sizes:
             )
         taken = {choice.places[0] for choice in found}
         places = tuple(place for place in self.places if place not in taken)
-        most = min(MOST_STAGES, self.num_devices - 1) if self.num_devices <= FEW else 2
+        numbers = _counts_of_stages(self.request.cluster, self.settled)
         problem = InterProblem(
             blocks=self.units.kinds,
             settings=tuple(settings),
             families=(Family(name="places of any sizes", places=places),),
             links=self._links,
             schedules=((self.schedules[0], 1),),
-            most_stages=self.settled.num_stages or most,
-            least_stages=self.settled.num_stages or 2,
+            most_stages=numbers[-1],
+            least_stages=numbers[0],
         )
         least_s = min((choice.step_s for choice in found), default=self.below_s)
         below_s = (1 + SLACK) * min(self.below_s, least_s)
