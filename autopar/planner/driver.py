@@ -401,9 +401,9 @@ class _Outer:
     def _try_sizes(self) -> None:
         """Try stages of unlike sizes, and of other meshes, that the inter-op program promises.
 
-        Of a long step, or where there is nothing to beat, none are looked for.
+        None are looked for of a long step, where hints name axes, or with nothing to beat.
         """
-        if self._is_long or self.best_s == math.inf or self.late():
+        if self._is_long or self._axes or self.best_s == math.inf or self.late():
             return
         for searches, units in unlike(
             self.analysis,
