@@ -249,6 +249,7 @@ def ratios(case: Case) -> list[str]:
             found.append("only the planner fits" if planned else "neither fits")
         else:
             found.append(f"{planned.step_s / first.step_s:.4f}" if planned else "only it fits")
+        print(*found, flush=True, file=sys.stderr)
     return found
 
 
