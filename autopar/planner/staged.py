@@ -213,20 +213,15 @@ def lower_pipeline(
         layout: Stages, chunks and schedule.
         cluster: For the links between stages.
     """
-    crossing = Crossing(
-        transfers=pipeline.transfers,
-        meshes=tuple(stage.mesh for stage in pipeline.stages),
-        splits_backward=schedule_named(layout.schedule).splits_backward,
-    )
-    facts = facts_of(analysis.graph, analysis.rules)
+    shared = _shared(analysis, pipeline, layout)
     known: dict[Hashable, LoweredStage] = {}
     stages: list[LoweredStage] = []
     chunks: dict[int, Chunk] = {}
     for number, text in enumerate(texts(analysis, pipeline, layout.lanes)):
-        held = {n: pipeline.stages[n] for n, own in enumerate(layout.lanes) if own == number}
+        held = _held_by(pipeline, layout, number)
         kind = lanes[number].kind
         if (kind, text) not in known:
-            known[kind, text] = _lower_stage(analysis, held, kind.cost, (crossing, facts))
+            known[kind, text] = _lower_stage(analysis, held, kind.cost, shared)
         stages.append(known[kind, text])
         chunks.update(zip(held, stages[-1].chunks, strict=True))
     ordered = tuple(chunks[n] for n in range(len(chunks)))
@@ -252,6 +247,32 @@ def lower_pipeline(
         before_s=once_s(Section.PROLOGUE),
         behind_s=once_s(Section.EPILOGUE),
     )
+
+
+def bytes_of_stage(
+    analysis: Analysis, kind: Kind, pipeline: Pipeline, layout: Layout, number: int
+) -> tuple[LoweredStage, Simulation]:
+    """One stage of a pipeline lowered, and the bytes of its ranks, with none of the others."""
+    shared = _shared(analysis, pipeline, layout)
+    stage = _lower_stage(analysis, _held_by(pipeline, layout, number), kind.cost, shared)
+    microbatches = pipeline.stages[0].mesh.microbatches
+    turns = turns_of(layout.schedule, layout.num_stages, layout.num_chunks, microbatches)
+    return stage, stage.peak(turns[number])
+
+
+def _shared(analysis: Analysis, pipeline: Pipeline, layout: Layout) -> tuple[Crossing, Facts]:
+    """What the stages of a pipeline have in common."""
+    crossing = Crossing(
+        transfers=pipeline.transfers,
+        meshes=tuple(stage.mesh for stage in pipeline.stages),
+        splits_backward=schedule_named(layout.schedule).splits_backward,
+    )
+    return crossing, facts_of(analysis.graph, analysis.rules)
+
+
+def _held_by(pipeline: Pipeline, layout: Layout, number: int) -> dict[int, StagePlan]:
+    """The chunks of one stage."""
+    return {n: pipeline.stages[n] for n, own in enumerate(layout.lanes) if own == number}
 
 
 def lower_some(

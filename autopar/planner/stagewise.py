@@ -33,7 +33,7 @@ from autopar.planner.pipeline import (
     stage_without_parameter,
 )
 from autopar.planner.request import Candidate, Request, Way
-from autopar.planner.staged import lower_some
+from autopar.planner.staged import bytes_of_stage, lower_some
 from autopar.planner.units import Units, divided, units_of
 from autopar.planner.update import states_on_host
 from autopar.schedules.table import schedule_named
@@ -56,6 +56,10 @@ AGAIN = 2
 
 HALVED = 2
 """Times that the memory between two ways of a stage is halved, to find one that just fits."""
+
+SPARE = 0.05
+"""Part of what one stage holds beyond what was reckoned that others are given less for, too, where
+a pipeline takes long to lower."""
 
 NEAR = 0.01
 """Part of the memory by which two ways must differ for one between them to be looked for."""
@@ -133,6 +137,7 @@ class _Stagewise:
         self.request = request
         self.search = search
         self.left_s = time_limit_s
+        self.thorough = thorough
         self.layout = search.layout
         self.fastest = {kind: kind.within(None, time_limit_s) for kind in search.kinds}
         self.units = units or self._units()
@@ -186,7 +191,8 @@ class _Stagewise:
             again: Times that stages which hold less than was reckoned are given that much more.
         """
         allowed = [kind.allowed for kind in self.search.searches]
-        limits, best = list(allowed), None
+        limits = list(allowed) if self.thorough else self._sampled(allowed)
+        best = None
         for _ in range(ROUNDS):
             choice = solve_inter(self._problem(limits), gap=GAP).best
             if choice is None:
@@ -214,6 +220,20 @@ class _Stagewise:
                     limits[stage] - LESS * allowed[stage], allowed[stage] - max(room, 0.0)
                 )
         return best
+
+    def _sampled(self, allowed: Sequence[float]) -> list[float]:
+        """Limits with which stages may fit at once, from the one in the middle, lowered alone."""
+        choice = solve_inter(self._problem(allowed), gap=GAP).best
+        if choice is None or not self.search.is_bound:
+            return list(allowed)
+        number, dealt = self.layout.num_stages // 2, self._dealt(choice)
+        pipeline = self._cut(dealt)
+        kind = dealt.stages[number].kind
+        stage, peak = bytes_of_stage(self.analysis, kind, pipeline, self.layout, number)
+        away = states_on_host(*pipeline.stages)
+        memory = predicted_memory(stage.together, peak, self.request.optimizer, away=away)
+        more = max(0.0, memory.total_bytes - self._reckoned(choice)[number])
+        return [own - (1 + SPARE) * more for own in allowed]
 
     def cut_first(self) -> Candidate | None:
         """The even cut of what is fastest, every stage in the fastest way in which it fits."""
@@ -379,10 +399,14 @@ class _Stagewise:
         stages = [Lane(kinds[kind], first) for kind, first in ranks]
         return _Dealt(told, stages, cuts)
 
+    def _cut(self, dealt: _Dealt) -> Pipeline:
+        """The pipeline of what was dealt out."""
+        wholes = [replace(lane.kind.whole, first_rank=lane.first_rank) for lane in dealt.stages]
+        return split_lanes(self.analysis, wholes, dealt.cuts, self.layout.lanes)
+
     def _evaluated(self, dealt: _Dealt) -> tuple[Candidate, tuple[int, ...]]:
         """What was dealt out, lowered and simulated."""
-        wholes = [replace(lane.kind.whole, first_rank=lane.first_rank) for lane in dealt.stages]
-        pipeline = split_lanes(self.analysis, wholes, dealt.cuts, self.layout.lanes)
+        pipeline = self._cut(dealt)
         if stage_without_parameter(pipeline.stages) is not None:
             raise UnsupportedError("a stage would hold no parameter")
         stages = dealt.stages, pipeline
