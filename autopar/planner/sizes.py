@@ -100,7 +100,8 @@ def unlike(
     """
     if not _may_be(request.cluster, settled):
         return []
-    return _Sizes(analysis, request, settled, below_s, time_limit_s).run()
+    state = _Sizes(analysis, request, settled, below_s, time_limit_s)
+    return state.run() if state.counts else []
 
 
 def ways(cluster: Cluster, settled: Settled) -> Iterator[tuple[tuple[Mesh, ...], Layout]]:

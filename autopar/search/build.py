@@ -973,7 +973,41 @@ class _Builder:
             own = self._bytes_of(number, index)
             before = found.get(entry, (0.0,) * len(own))
             found[entry] = tuple(b + count * o for b, o in zip(before, own, strict=True))
+        for number in self._made_once:
+            entry, _ = self.places[number]
+            own = self._once_bytes(number, at)
+            before = found.get(entry, (0.0,) * len(own))
+            found[entry] = tuple(b + o for b, o in zip(before, own, strict=True))
         return tuple(found.items())
+
+    @cached_property
+    def _made_once(self) -> tuple[int, ...]:
+        """Classes of the backward that read the batch alone: before a loop, they may be made once.
+
+        In a loop of two microbatches the second is through with them as if there were none. Of a
+        pipeline the last stage has them, which holds least else.
+        """
+        if self.mesh.microbatches <= 2 or self.num_stages > 1:
+            return ()
+        return tuple(
+            number
+            for number, made in enumerate(self.classes)
+            if made.node.phase is Phase.BACKWARD and made.node.name in self.analysis.data
+        )
+
+    def _once_bytes(self, number: int, at: int) -> tuple[float, ...]:
+        """Bytes, under every choice, of what is made before the loop and not read at a moment."""
+        made, found = self.classes[number], [0.0] * len(self._strategies_of(number))
+        time = self.mesh.time_axis
+        assert time is not None
+        for index in range(len(made.node.outputs)):
+            spans = [self.recompute.reads.lives.get(Ref(name, index)) for name in made.members]
+            away = sum(not span[0] <= at <= span[1] for span in spans if span is not None)
+            sizes = zip(self._strategies_of(number), self._bytes_of(number, index), strict=True)
+            for choice, (strategy, num_bytes) in enumerate(sizes):
+                if strategy.outputs[index][time] == WHOLE:
+                    found[choice] += away * num_bytes
+        return tuple(found)
 
     def _bytes_of(self, number: int, index: int) -> tuple[float, ...]:
         """Bytes of what one member of a class makes, under every choice of its entry.

@@ -226,7 +226,10 @@ class Recompute:
         ]
 
     def last_read(self, ref: Ref) -> int:
-        """Position behind which the backward reads a value no more; `NEVER` if it does not."""
+        """Position behind which the backward reads a value no more; `NEVER` if it does not.
+
+        What is made before a loop of microbatches is read in each: to the end.
+        """
         return self._last_read.get(ref, NEVER)
 
     @cached_property
@@ -235,6 +238,8 @@ class Recompute:
         for ref, (early, late) in self.reads.reading.items():
             again = [self._first_needed[name] for name in early if self.runs_again(name)]
             found[ref] = max([*late, *again], default=NEVER)
+            if self.in_loop and ref.node in self.analysis.data:
+                found[ref] = len(self.analysis.graph.nodes)
         return found
 
     def copy_at(self, number: int, moment: int) -> str:
