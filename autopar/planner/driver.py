@@ -39,7 +39,7 @@ from autopar.planner.pipelines import CHEAP, Pipelines, Way, layouts
 from autopar.planner.prove import prove, prove_harder
 from autopar.planner.refine import refined
 from autopar.planner.request import Candidate, Failure, Request
-from autopar.planner.sizes import unlike, ways
+from autopar.planner.sizes import Promising, unlike, ways
 from autopar.planner.stagewise import stagewise
 from autopar.planner.units import Units
 from autopar.search.analysis import Analysis
@@ -405,13 +405,17 @@ class _Outer:
         """
         if self._is_long or self._axes or self.best_s == math.inf or self.late():
             return
-        for searches, units in unlike(
-            self.analysis,
-            self.request,
-            self.settled,
-            below_s=self.best_s,
-            time_limit_s=self.left_s,
-        ):
+        promising: list[Promising] = []
+        # What hints leave no mesh for is no plan.
+        with suppress(HintError, UnsupportedError):
+            promising = unlike(
+                self.analysis,
+                self.request,
+                self.settled,
+                below_s=self.best_s,
+                time_limit_s=self.left_s,
+            )
+        for searches, units in promising:
             for search in searches:
                 found = None if self.late() else self._unlike(search, math.inf, units)
                 schedule = search.layout.schedule if found is None else found.schedule
