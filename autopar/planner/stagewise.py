@@ -223,8 +223,10 @@ class _Stagewise:
 
     def _sampled(self, allowed: Sequence[float]) -> list[float]:
         """Limits with which stages may fit at once, from the one in the middle, lowered alone."""
+        if not self.search.is_bound:
+            return list(allowed)
         choice = solve_inter(self._problem(allowed), gap=GAP).best
-        if choice is None or not self.search.is_bound:
+        if choice is None:
             return list(allowed)
         number, dealt = self.layout.num_stages // 2, self._dealt(choice)
         pipeline = self._cut(dealt)

@@ -12,10 +12,10 @@ from autopar.cost.kernel import QUERIES
 from autopar.cost.node import NodeCost, axis_seconds, own_part
 from autopar.ir.sharding import Mesh, Partial, Split
 from autopar.lower.ranks import distinct_coordinates, slowest_coordinates
-from autopar.lower.simulate import prices, seconds_of, simulate
+from autopar.lower.simulate import Prices, prices, seconds_of, simulate
 from autopar.lower.spmd import lower
 from autopar.plan.records import StagePlan
-from autopar.search.analysis import analyse
+from autopar.search.analysis import Analysis, analyse
 from cost_models.cluster import Cluster
 from tests.oracles.models import unet
 from tests.oracles.random_plans import random_stage
@@ -44,16 +44,23 @@ def splits_queries(stage: StagePlan) -> bool:
     )
 
 
-@pytest.mark.parametrize("length", [96, 95])
-def test_the_last_rank_of_causal_queries_stands_for_the_others(length: int) -> None:
+def queries_apart(
+    model: torch.nn.Module, length: int
+) -> tuple[Analysis, StagePlan, NodeCost, Prices]:
+    """A step of an attention on four ranks that split its queries, and what prices it."""
     x = torch.randn(2, length, 32)
-    graph = capture_step(Attending(), x, lambda m, b: m(b).sum(), grad=True).graph
-    analysis = analyse(graph)
+    analysis = analyse(capture_step(model, x, lambda m, b: m(b).sum(), grad=True).graph)
     mesh, cluster = Mesh(("a",), (4,)), Cluster.local(4)
     cost = NodeCost(cluster.device(0), mesh, axis_seconds(cluster, mesh))
-    priced = prices(cluster.device(0), cost.collective_s)
-    stages = (random_stage(analysis, mesh, seed) for seed in range(20))
+    stages = (random_stage(analysis, mesh, seed) for seed in range(40))
     stage = next(stage for stage in stages if splits_queries(stage))
+    return analysis, stage, cost, prices(cluster.device(0), cost.collective_s)
+
+
+@pytest.mark.parametrize("length", [96, 95])
+def test_the_last_rank_of_causal_queries_stands_for_the_others(length: int) -> None:
+    analysis, stage, cost, priced = queries_apart(Attending(), length)
+    graph = analysis.graph
 
     def compute_s(rank: int) -> float:
         program = lower(graph, analysis.rules, stage, (rank,), cost.collective_s)
@@ -70,14 +77,8 @@ def test_the_last_rank_of_causal_queries_stands_for_the_others(length: int) -> N
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_search_prices_causal_queries_as_the_last_rank_runs_them(masked: bool) -> None:
     model = Attending(dropout=0.5 if masked else 0.0)
-    x = torch.randn(2, 96, 32)
-    graph = capture_step(model, x, lambda m, b: m(b).sum(), grad=True).graph
-    analysis = analyse(graph)
-    mesh, cluster = Mesh(("a",), (4,)), Cluster.local(4)
-    cost = NodeCost(cluster.device(0), mesh, axis_seconds(cluster, mesh))
-    priced = prices(cluster.device(0), cost.collective_s)
-    stages = (random_stage(analysis, mesh, seed) for seed in range(40))
-    stage = next(stage for stage in stages if splits_queries(stage))
+    analysis, stage, cost, priced = queries_apart(model, 96)
+    graph = analysis.graph
     program = lower(graph, analysis.rules, stage, (3,), cost.collective_s)
     ran = seconds_of(program, priced)
     for plan in stage.nodes:
