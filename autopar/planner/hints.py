@@ -30,8 +30,8 @@ from autopar.options import OptimizerSpec
 from autopar.planner.cuts import CutHint
 from autopar.schedules.table import schedule_named
 from autopar.search.analysis import Analysis
-from autopar.search.build import has_host_memory
 from autopar.search.restrict import Restrictions, below, matching
+from autopar.search.space import has_host_memory
 from cost_models.cluster import Cluster, Device
 
 _Hint = TypeVar("_Hint", bound=Hint)

@@ -14,18 +14,12 @@ from autopar.planner.hints import Settled
 from autopar.planner.layout import Layout, most_pending
 from autopar.planner.request import Candidate, Request, Unlimited
 from autopar.search.analysis import Analysis
-from autopar.search.build import (
-    Built,
-    Pending,
-    StateBytes,
-    build_problem,
-    describe_mesh,
-    with_moment,
-    with_reruns,
-)
+from autopar.search.build import Built, build_problem, with_moment, with_reruns
 from autopar.search.intra import away_bytes, fits, solve
+from autopar.search.offers import describe_mesh
 from autopar.search.problem import Solution, alike
 from autopar.search.recompute import recompute_of
+from autopar.search.space import Pending, StateBytes
 from cost_models.cluster import Device
 
 UNEVEN = 0.1
@@ -284,10 +278,10 @@ class MeshSearch:
     def keeps_every(self, copies: int) -> bool:
         """Keep what only every so many copies of a block hand on; whether there are such blocks."""
         self.every, self.joint, self.alike = copies, None, False
-        builder = self.plain.builder
-        in_loop = builder.mesh.time_axis is not None
-        found = recompute_of(builder.analysis, in_loop=in_loop, allowed=True, every=copies)
-        hints = builder.restrictions
+        space = self.plain.space
+        in_loop = space.mesh.time_axis is not None
+        found = recompute_of(space.analysis, in_loop=in_loop, allowed=True, every=copies)
+        hints = space.restrictions
         return any(found.handed_on.values()) and not (hints.keep or hints.offload)
 
     def treats_alike(self) -> bool:

@@ -9,7 +9,7 @@ from autopar.errors import UnsupportedError
 from autopar.planner.cuts import CutHint
 from autopar.schedules.actions import Kind
 from autopar.schedules.table import Size, rows_of, schedule_named
-from autopar.search.build import Pending
+from autopar.search.space import Pending
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

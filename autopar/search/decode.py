@@ -46,12 +46,12 @@ def decode(built: Built, analysis: Analysis, solution: Solution) -> StagePlan:
         leanest = built.problem.values[index].kept_bytes
         left = [ref for ref in group if ref.node not in recomputed]
         if built.problem.values[index].homes:
-            first = built.builder.home_order([ref.node for ref in left])
+            first = built.space.home_order([ref.node for ref in left])
             rank = {name: (not picked[name].on_host, at) for at, name in enumerate(first)}
             left.sort(key=lambda ref: rank[ref.node])
         for ref, chosen in zip(left, dealt(shares, leanest, len(left)), strict=True):
             kept[str(ref)] = _held(layouts[chosen], picked[ref.node])
-        order = [ref for ref in built.builder.leave_order(group) if ref in left]
+        order = [ref for ref in built.space.leave_order(group) if ref in left]
         for chosen, share in solution.away_shares.get(index, ()):
             own = [str(ref) for ref in order if kept[str(ref)] == (layouts[chosen],)]
             offloaded.update(own[: math.ceil(share * len(group) - 1e-6)])
@@ -86,7 +86,7 @@ def decode(built: Built, analysis: Analysis, solution: Solution) -> StagePlan:
             nodes.append(
                 NodePlan(name=node.name, operands=strategy.operands, outputs=strategy.outputs)
             )
-    homes = built.builder.restrictions.homes
+    homes = built.space.restrictions.homes
     if homes is not None:
         parameters = [_at(p, homes.get(p.name)) for p in parameters]
         names = {node.target: node.name for node in graph.sources(PARAMETER)}
@@ -101,7 +101,7 @@ def decode(built: Built, analysis: Analysis, solution: Solution) -> StagePlan:
         nodes=tuple(nodes),
         kept=kept,
         recomputed=tuple(node.name for node in graph.nodes if node.name in recomputed),
-        forgotten=built.builder.recompute.forgotten(recomputed),
+        forgotten=built.space.recompute.forgotten(recomputed),
         offloaded=tuple(value for value in kept if value in offloaded),
         added_up=added_up,
     )
@@ -155,7 +155,7 @@ def _picked(
         for place, number in enumerate(entry.classes):
             members = built.classes[number].members
             if built.problem.nodes[index].host_bytes:
-                members = built.builder.home_order(members)
+                members = built.space.home_order(members)
             stay = {
                 name
                 for name in members

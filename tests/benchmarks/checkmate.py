@@ -29,9 +29,10 @@ from autopar.cost.node import NodeCost
 from autopar.planner.evaluate import evaluate
 from autopar.planner.request import Request
 from autopar.search.analysis import Analysis, analyse
-from autopar.search.build import Built, StateBytes, build_problem, with_moment, with_reruns
+from autopar.search.build import Built, build_problem, with_moment, with_reruns
 from autopar.search.intra import solve
 from autopar.search.restrict import Restrictions
+from autopar.search.space import StateBytes
 from cost_models.cluster import Cluster, Devices
 from tests.oracles.models import output_loss
 from tests.oracles.recomputes import ONE, OneRank

@@ -24,11 +24,12 @@ from autopar.cost.node import NodeCost, axis_seconds, update_bytes_per_s
 from autopar.planner.driver import make_plan
 from autopar.planner.request import Request
 from autopar.search.analysis import Analysis, analyse
-from autopar.search.build import StateBytes, build_problem
+from autopar.search.build import build_problem
 from autopar.search.intra import solve
 from autopar.search.outer import meshes
 from autopar.search.problem import Solution
 from autopar.search.restrict import Restrictions
+from autopar.search.space import StateBytes
 
 SEQUENCE = 8192
 

@@ -10,11 +10,12 @@ from autopar.ir.graph import PARAMETER, SOURCE_OPS, Phase
 from autopar.ir.sharding import Mesh
 from autopar.plan.records import StagePlan
 from autopar.search.analysis import Analysis
-from autopar.search.build import StateBytes, build_problem
+from autopar.search.build import build_problem
 from autopar.search.decode import decode
 from autopar.search.intra import solve
 from autopar.search.problem import Problem
 from autopar.search.restrict import Restrictions
+from autopar.search.space import StateBytes
 from cost_models.cluster import Cluster
 
 

@@ -13,10 +13,11 @@ from autopar.ir.sharding import Mesh
 from autopar.lower.program import ACCUMULATE, MICROBATCH, Section
 from autopar.search.analysis import analyse
 from autopar.search.build import Built as BuiltProblem
-from autopar.search.build import StateBytes, build_problem
+from autopar.search.build import build_problem
 from autopar.search.decode import decode
 from autopar.search.intra import solve
 from autopar.search.restrict import Restrictions
+from autopar.search.space import StateBytes
 from cost_models.cluster import Cluster
 from tests.oracles.models import MODELS, Built, mlp, t5
 from tests.oracles.pipeline import assert_exact, variants_of

@@ -22,10 +22,11 @@ from autopar.lower.unroll import Row, unroll
 from autopar.plan.records import StagePlan
 from autopar.schedules.table import SCHEDULES, Size
 from autopar.search.analysis import Analysis, analyse
-from autopar.search.build import StateBytes, build_problem
+from autopar.search.build import build_problem
 from autopar.search.decode import decode
 from autopar.search.intra import solve
 from autopar.search.restrict import Restrictions
+from autopar.search.space import StateBytes
 from autopar.search.stages import Pipeline, balanced_cuts, forward_order, split_stages
 from cost_models.cluster import Cluster
 from tests.oracles import models

@@ -19,10 +19,11 @@ from autopar.lower.program import Program, Section
 from autopar.plan.records import StagePlan
 from autopar.schedules.table import schedule_named
 from autopar.search.analysis import Analysis, analyse
-from autopar.search.build import StateBytes, build_problem
+from autopar.search.build import build_problem
 from autopar.search.decode import decode
 from autopar.search.intra import solve
 from autopar.search.restrict import Restrictions
+from autopar.search.space import StateBytes
 from autopar.search.stages import balanced_cuts, forward_order, split_lanes, split_stages
 from cost_models.cluster import Cluster
 from tests.autopar.capture.eager import load_case

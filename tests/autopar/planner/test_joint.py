@@ -15,8 +15,9 @@ from autopar.capture import capture_step
 from autopar.cost.node import NodeCost, axis_seconds
 from autopar.ir.sharding import Mesh
 from autopar.search.analysis import Analysis, analyse
-from autopar.search.build import Built, StateBytes, build_problem
+from autopar.search.build import Built, build_problem
 from autopar.search.restrict import Restrictions
+from autopar.search.space import StateBytes
 from cost_models.cluster import Cluster
 from tests.oracles.hosts import hosted
 from tests.oracles.models import gpt2, llama

@@ -14,7 +14,7 @@ from autopar.planner.layout import Layout, most_pending
 from autopar.planner.pipelines import GAIN
 from autopar.planner.request import Request
 from autopar.search.analysis import Analysis, analyse
-from autopar.search.build import Pending
+from autopar.search.space import Pending
 from cost_models.cluster import Cluster
 from tests.oracles.models import gpt2
 from tests.oracles.pending import held_bytes

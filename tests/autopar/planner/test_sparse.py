@@ -14,9 +14,10 @@ from autopar.planner.driver import make_plan
 from autopar.planner.lanes import MeshSearch
 from autopar.planner.request import Request
 from autopar.search.analysis import Analysis, analyse
-from autopar.search.build import StateBytes, build_problem, with_reruns
+from autopar.search.build import build_problem, with_reruns
 from autopar.search.intra import least_bytes, solve
 from autopar.search.restrict import Restrictions
+from autopar.search.space import StateBytes
 from cost_models.cluster import Cluster
 from tests.benchmarks.superneurons import Family
 from tests.oracles import sequential

@@ -18,10 +18,11 @@ from autopar.runtime.loop import build
 from autopar.runtime.measure import LiveBytes
 from autopar.runtime.module import AxisGroup
 from autopar.search.analysis import analyse
-from autopar.search.build import StateBytes, build_problem
+from autopar.search.build import build_problem
 from autopar.search.decode import decode
 from autopar.search.intra import solve
 from autopar.search.restrict import Restrictions
+from autopar.search.space import StateBytes
 from cost_models.cluster import Cluster
 from tests.oracles.models import Built, llama, mlp
 from tests.oracles.slow import slow_core

@@ -19,9 +19,10 @@ from autopar.plan.serialize import to_json
 from autopar.planner.driver import make_plan
 from autopar.planner.request import Request
 from autopar.search.analysis import Analysis, analyse
-from autopar.search.build import StateBytes, build_problem
+from autopar.search.build import build_problem
 from autopar.search.intra import solve
 from autopar.search.restrict import Restrictions
+from autopar.search.space import StateBytes
 from cost_models.cluster import Cluster
 from tests.oracles.models import MODELS, llama
 
