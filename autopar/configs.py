@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from autopar.errors import AutoparError
+from autopar.modelbatch import Asked, Batch, batch_of, names_in
 
 DTYPES: Mapping[str, torch.dtype] = {
     "fp32": torch.float32,
@@ -29,20 +30,12 @@ DTYPES: Mapping[str, torch.dtype] = {
 REMOTE = ("auto_map", "trust_remote_code")
 """Keys of a configuration that ask for code that is not part of transformers."""
 
-IMAGE = 224
-"""Height and width of images where a configuration does not say."""
 
-_LIMITS = ("max_position_embeddings", "n_positions", "max_sequence_length")
-_BATCHES = {
-    "CAUSAL_LM": "tokens",
-    "MASKED_LM": "tokens",
-    "SEQ_TO_SEQ_CAUSAL_LM": "tokens",
-    "TOKEN_CLASSIFICATION": "tokens",
-    "IMAGE_TEXT_TO_TEXT": "tokens",
-    "SEQUENCE_CLASSIFICATION": "sequences",
-    "IMAGE_CLASSIFICATION": "images",
+BY_CHANCE: Mapping[str, str] = {
+    "layerdrop": "leaves whole layers out by chance",
+    "apply_spec_augment": "masks a number of places that depends on chance",
 }
-"""What a class of each table of transformers is labelled by: every token, sequence or image."""
+"""Ends of keys that make a step another graph every time, and how."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +59,7 @@ class Wanted:
 
     Attributes:
         batch: Samples of the global batch.
-        seq: Tokens of a sample; None where it has none.
+        seq: Tokens of a sample, or samples of a waveform; None where it has none.
         dtype: Of the weights, of `DTYPES`; None for what the configuration says, else fp32.
         real: With memory, drawn after ``torch.manual_seed(0)``; otherwise on the meta device.
     """
@@ -89,7 +82,7 @@ class ConfiguredModel:
     """
 
     model: nn.Module
-    batch: Mapping[str, torch.Tensor]
+    batch: Batch
     notes: tuple[str, ...]
     recipe: str
 
@@ -146,6 +139,7 @@ def build_model(file: ConfigFile, wanted: Wanted) -> ConfiguredModel:
     if name != "fp32" and wanted.dtype is None:
         notes.append(f"in {name}, as the config says; --dtype fp32 plans full precision")
     made = _class_of(file, config)
+    _refuse_chance(file, config)
     options: dict[str, Any] = {"dtype": DTYPES[name]}
     if _has_experts(config):
         grouped = DTYPES[name] == torch.bfloat16
@@ -156,12 +150,15 @@ def build_model(file: ConfigFile, wanted: Wanted) -> ConfiguredModel:
     with torch.device("cpu" if wanted.real else "meta"), _as_errors(file, made.__name__):
         model = made._from_config(config, **options)
     model.train()
-    batch, more = _batch(file, model, wanted)
+    draw = torch.Generator().manual_seed(1) if wanted.real else None
+    batch, more = batch_of(
+        Asked(model=model, path=str(file.path), batch=wanted.batch, seq=wanted.seq, draw=draw)
+    )
     recipe = {
         "class": made.__name__,
         "config": model.config.to_dict(),
         "options": {key: str(value) for key, value in options.items()},
-        "batch": {key: (str(value.dtype), tuple(value.shape)) for key, value in batch.items()},
+        "batch": {key: _kind_of(value) for key, value in batch.items()},
         "transformers": version("transformers"),
     }
     return ConfiguredModel(
@@ -170,6 +167,11 @@ def build_model(file: ConfigFile, wanted: Wanted) -> ConfiguredModel:
         notes=(*notes, *more),
         recipe=json.dumps(recipe, sort_keys=True, default=str),
     )
+
+
+def _kind_of(value: torch.Tensor | bool) -> object:
+    """What a capture depends on of an argument."""
+    return value if isinstance(value, bool) else (str(value.dtype), tuple(value.shape))
 
 
 def _config(file: ConfigFile) -> Any:
@@ -197,13 +199,24 @@ def _class_of(file: ConfigFile, config: Any) -> Any:
         return made
     kind = config.model_type
     for table in ("SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "CAUSAL_LM", "IMAGE_CLASSIFICATION"):
-        usual = _names(getattr(modeling_auto, f"MODEL_FOR_{table}_MAPPING_NAMES").get(kind, ()))
+        usual = names_in(getattr(modeling_auto, f"MODEL_FOR_{table}_MAPPING_NAMES").get(kind, ()))
         if usual:
             return getattr(transformers, usual[0])
     raise AutoparError(
         f"cannot use transformers config '{file.path}': it has no 'architectures', and none is "
         f"usual for model type {kind!r}; name the class, with its loss"
     )
+
+
+def _refuse_chance(file: ConfigFile, config: Any) -> None:
+    """Refuse what makes training another graph in every step."""
+    for key, value in sorted(config.to_dict().items()):
+        how = next((how for end, how in BY_CHANCE.items() if key.endswith(end)), None)
+        if how is not None and value:
+            raise AutoparError(
+                f"cannot plan transformers config '{file.path}': {key!r} of {value} {how}, so "
+                f"the step is no fixed graph; set it to {'false' if value is True else 0}"
+            )
 
 
 def _has_experts(config: Any) -> bool:
@@ -222,96 +235,6 @@ def _dtype_name(file: ConfigFile, wanted: Wanted) -> str:
     said = file.content.get("dtype") or file.content.get("torch_dtype") or "float32"
     by_torch = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
     return by_torch.get(str(said), "fp32")
-
-
-def _batch(
-    file: ConfigFile, model: nn.Module, wanted: Wanted
-) -> tuple[Mapping[str, torch.Tensor], tuple[str, ...]]:
-    """A batch of the model, and what to say about it."""
-    kind, name = _batch_kind(type(model).__name__), type(model).__name__
-    config: Any = model.config
-    device = "cpu" if wanted.real else "meta"
-    draw = torch.Generator().manual_seed(1) if wanted.real else None
-
-    def integers(most: int, *size: int) -> torch.Tensor:
-        return torch.randint(most, size, generator=draw, device=device)
-
-    if kind == "images":
-        if wanted.seq is not None:
-            raise AutoparError(
-                f"cannot use --seq {wanted.seq} with '{file.path}': {name} takes images of the "
-                "config's size; leave --seq out"
-            )
-        return _images(config, wanted.batch, next(model.parameters()).dtype, integers)
-    if kind is None:
-        raise AutoparError(
-            f"cannot make a batch for '{file.path}': {name} is no model of text or image "
-            "classification; write a function that returns (model, batch), give pkg.module:build"
-        )
-    if wanted.seq is None:
-        raise AutoparError(
-            f"cannot size a batch of text for '{file.path}': give --seq, tokens of a sample"
-        )
-    notes = _check_length(file, model, wanted.seq)
-    ids = integers(config.get_text_config().vocab_size, wanted.batch, wanted.seq)
-    if kind == "sequences":
-        return {"input_ids": ids, "labels": integers(config.num_labels, wanted.batch)}, notes
-    return {"input_ids": ids, "labels": ids.clone()}, notes
-
-
-def _images(
-    config: Any, batch: int, dtype: torch.dtype, integers: Callable[..., torch.Tensor]
-) -> tuple[Mapping[str, torch.Tensor], tuple[str, ...]]:
-    """Images of the config's size with a label each."""
-    vision = getattr(config, "vision_config", config)
-    size = getattr(vision, "image_size", None)
-    notes = () if size else (f"the config has no image size: images of {IMAGE} x {IMAGE}",)
-    size = size or IMAGE
-    height, width = (size, size) if isinstance(size, int) else size
-    shape = (batch, getattr(vision, "num_channels", 3), height, width)
-    pixels = (integers(256, *shape).float() / 128 - 1).to(dtype)
-    return {"pixel_values": pixels, "labels": integers(config.num_labels, batch)}, notes
-
-
-def _batch_kind(name: str) -> str | None:
-    """What labels a class takes; None where autopar cannot tell."""
-    from transformers.models.auto import modeling_auto
-
-    for table, kind in _BATCHES.items():
-        entries = getattr(modeling_auto, f"MODEL_FOR_{table}_MAPPING_NAMES").values()
-        if any(name in _names(entry) for entry in entries):
-            return kind
-    return None
-
-
-def _names(entry: str | tuple[str, ...]) -> tuple[str, ...]:
-    """The classes of an entry of a table of transformers: one, or several."""
-    return (entry,) if isinstance(entry, str) else tuple(entry)
-
-
-def _check_length(file: ConfigFile, model: nn.Module, seq: int) -> tuple[str, ...]:
-    """Refuse sequences longer than a table of learned positions; warn of others."""
-    config: Any = model.config
-    config = config.get_text_config()
-    key = next((key for key in _LIMITS if isinstance(getattr(config, key, None), int)), None)
-    if key is None or seq <= getattr(config, key):
-        return ()
-    limit = getattr(config, key)
-    inputs: Any = model.get_input_embeddings()  # type: ignore[operator]
-    # OPT and others keep two rows more than there are positions.
-    learned = [
-        path
-        for path, module in model.named_modules()
-        if isinstance(module, nn.Embedding)
-        and module is not inputs
-        and limit <= module.num_embeddings <= limit + 2
-    ]
-    if learned:
-        raise AutoparError(
-            f"cannot use --seq {seq} with '{file.path}': '{learned[0]}' has {limit} positions "
-            f"({key}); give --seq {limit} or less"
-        )
-    return (f"--seq {seq} is beyond the config's {key} of {limit}",)
 
 
 def _no_config(path: Path, content: object) -> str:
@@ -344,9 +267,9 @@ def _as_errors(file: ConfigFile, name: str) -> Iterator[None]:
     try:
         yield
     except refused as error:
+        to_do = "install it" if isinstance(error, ImportError) else "correct the config"
         raise AutoparError(
-            f"cannot make a {name} of transformers config '{file.path}': {_line(error)}; correct "
-            "the config"
+            f"cannot make a {name} of transformers config '{file.path}': {_line(error)}; {to_do}"
         ) from error
 
 

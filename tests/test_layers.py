@@ -14,6 +14,7 @@ LAYERS = (
     ("autopar", "autopar.cli", "autopar.demo", "autopar.profile", "autopar.verify"),
     ("autopar.inputs", "autopar.spawn"),
     ("autopar.configs",),
+    ("autopar.modelbatch",),
     ("autopar.api",),
     ("autopar.report", "autopar.optim"),
     ("autopar.runtime",),

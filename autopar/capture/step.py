@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import random
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -134,7 +136,7 @@ def capture_step(
     """
     paths, tensors, _ = flatten_batch(batch)
     functions = functions_as_modules(model, () if alone is None else alone.patterns)
-    with _no_collection(), functions:
+    with _no_collection(), functions, _no_other_draws():
         program = _Program(model, loss or default_loss, precision, grad)
         calls = _calls(program, batch, alone)
         tape, results, aliases = _record(program, batch, calls)
@@ -293,6 +295,28 @@ def _no_collection() -> Iterator[None]:
     finally:
         if collecting:
             gc.enable()
+
+
+@contextmanager
+def _no_other_draws() -> Iterator[None]:
+    """Refuse what draws numbers from generators that are not torch's.
+
+    Raises:
+        CaptureError: Such numbers would be constants of the step, the same every time.
+    """
+    kinds: Mapping[str, Callable[[], Any]] = {
+        "numpy.random": np.random.get_state,
+        "random": random.getstate,
+    }
+    before = {kind: repr(state()) for kind, state in kinds.items()}
+    yield
+    for kind, state in kinds.items():
+        if repr(state()) != before[kind]:
+            raise CaptureError(
+                f"cannot capture the step: it draws from the module '{kind}', whose numbers would "
+                "be the same in every step; draw with torch, or draw outside of the step and pass "
+                "the numbers in the batch"
+            )
 
 
 @contextmanager

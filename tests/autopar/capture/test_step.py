@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import subprocess
 import sys
 from collections.abc import Callable
@@ -501,6 +502,17 @@ def test_data_dependent_programs_are_refused_by_name(name: str) -> None:
 def test_values_read_outside_of_torch_are_refused() -> None:
     with pytest.raises(CaptureError, match=r"the model \(test_step.py:\d+\): it reads the values"):
         equal(lambda h: h * float(h.detach().numpy().sum()))
+
+
+@pytest.mark.parametrize("name", ["numpy.random", "random"])
+def test_numbers_that_torch_does_not_draw_are_refused(name: str) -> None:
+    draw = importlib.import_module(name).random
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).sum() * draw()
+
+    with pytest.raises(CaptureError, match=f"it draws from the module '{name}'"):
+        capture_step(nn.Linear(2, 2), torch.zeros(4, 2), loss, grad=True)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own compiler
