@@ -112,6 +112,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tape: Receives the steps.
         provenance: Tells where ops come from.
         decompositions: Ops that are recorded as the ops of a function instead.
+        own: What stands for each tensor of the model, by the id of that.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tape: Tape,
         provenance: Provenance,
         decompositions: Decompositions,
+        own: Mapping[int, Tensor],
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tape = tape
@@ -129,6 +131,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._provenance = provenance
         self._decompositions = decompositions
         self._facts: dict[Any, _OpFacts] = {}
+        self._own = own
         self._constants: dict[int, Tensor] = {}
         self._device = torch.device("cpu")
 
@@ -265,6 +268,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _constant(self, tensor: Tensor) -> Ref:
         """A real tensor that the program reads but that is no parameter, buffer or input."""
+        stands = self.tape.ref(self._own[id(tensor)]) if id(tensor) in self._own else None
+        if stands is not None:
+            name = self.tape.step_of(stands).target
+            raise CaptureError(
+                f"cannot capture parameter {name!r} as it is read in {self._source()}: through a "
+                "list, a closure or another object that keeps it, where capture cannot follow; "
+                "read it as the attribute of its module"
+            )
         if tensor.requires_grad:
             raise CaptureError(
                 f"cannot capture a tensor that requires grad in {self._source()}: it is no "
@@ -295,6 +306,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return arg
 
     def _fake_constant(self, tensor: Tensor) -> Tensor:
+        stands = self._own.get(id(tensor))
+        if stands is not None and not tensor.requires_grad:
+            return stands
         found = self._constants.get(id(tensor))
         if found is None:
             ref = self._value(tensor)

@@ -49,6 +49,7 @@ from autopar.capture.rewrites import REWRITES
 from autopar.capture.sdpa import SDPA, Attention
 from autopar.capture.shapes import Shapes
 from autopar.capture.simplify import finish, simplify
+from autopar.capture.state import check_state
 from autopar.capture.substitute import Leaves, substituted
 from autopar.capture.tape import Tape
 from autopar.errors import AutoparError, CaptureError, UnsupportedError
@@ -272,17 +273,19 @@ def _record(
         decompositions = {**DECOMPOSITIONS, **margins.DECOMPOSITIONS, **draws.table()}
 
         def recorder_for(tape: Tape) -> Recorder:
-            return Recorder(shapes, tape, provenance, decompositions)
+            return Recorder(shapes, tape, provenance, decompositions, leaves.stand_ins)
 
         fakes = [shapes.like(t).requires_grad_(t.requires_grad) for t in tensors]
         _enter(tape, leaves, paths, fakes)
         tape.add_source(KEY, KEY, draws.key)
         run = _Run(program, leaves, recorder_for(tape), provenance, draws, apart)
         results = run.step(unflatten_batch(batch, fakes))
-        if not tape.mutated:
-            return tape, results, leaves.aliases
-        functional, refs, written = functionalize(tape, results.refs(), recorder_for)
-        return functional, _with_written(results.renamed(refs), written, tape), leaves.aliases
+        made = tape
+        if tape.mutated:
+            made, refs, written = functionalize(tape, results.refs(), recorder_for)
+            results = _with_written(results.renamed(refs), written, tape)
+        check_state(leaves, tape, {*results.gradients, *results.buffers})
+        return made, results, leaves.aliases
 
 
 @contextmanager

@@ -120,7 +120,11 @@ class Tape:
             for n, step in enumerate(self.steps)
             if step.op == CONSTANT and step.target == constant
         )
-        return [step for step in self.steps if ref in step.args]
+        return [
+            step
+            for step in self.steps
+            if any(ref in refs_in(arg) for arg in (*step.args, *step.kwargs.values()))
+        ]
 
     def constant_steps(self, value: Ref) -> list[Step] | None:
         """The steps that make a value; None if state or data of the program may be in it."""

@@ -60,3 +60,9 @@ def test_what_is_made_of_weights_alone_is_waited_for(pool: Any) -> None:
     """It runs in steps between messages: one begins a collective, another waits for it."""
     found = pool(4).run(parallel_run, "penalised", 4, HINTS["pp2tp2mb2-1f1b"])
     assert_same_training(found, one_process("penalised"))
+
+
+@pytest.mark.parametrize("layout", ["dp2", "zero3x2"])
+def test_a_module_under_two_paths_is_trained(pool: Any, layout: str) -> None:
+    found = pool(2).run(parallel_run, "twice", 2, HINTS[layout])
+    assert_same_training(found, one_process("twice"))

@@ -15,7 +15,7 @@ import autopar
 from autopar import hint
 from autopar.capture.keyed import keyed
 from autopar.plan.serialize import from_json
-from tests.oracles.models import DRAWING, MODELS, Built, convolutions, penalised, unet
+from tests.oracles.models import DRAWING, MODELS, Built, convolutions, penalised, twice, unet
 
 STEPS = 5
 SEED = 17
@@ -61,7 +61,7 @@ UNLIKE: dict[str, hint.Degrees] = {
 """Stages of unlike meshes, by what is added up."""
 
 
-OTHERS = {"unet": unet, "penalised": penalised, "convolutions": convolutions}
+OTHERS = {"unet": unet, "penalised": penalised, "convolutions": convolutions, "twice": twice}
 """Models of some tests alone."""
 
 

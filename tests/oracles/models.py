@@ -188,6 +188,28 @@ def penalised() -> Built:
     return Penalised(), batch, lambda model, b: model(b["x"], b["y"])
 
 
+class Twice(nn.Module):
+    """A normalised layer that is two of the model's modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.BatchNorm1d(8))
+        self.first = shared
+        self.others = nn.ModuleList([nn.Linear(8, 8), shared])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.others:
+            x = layer(x)
+        return x
+
+
+def twice() -> Built:
+    torch.manual_seed(11)
+    batch = {"x": torch.randn(6, 8), "y": torch.randn(6, 8)}
+    return Twice(), batch, mlp_loss
+
+
 class UNet(nn.Module):
     """Convolutions down and up again, every level read again on the way up."""
 
