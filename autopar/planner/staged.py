@@ -219,10 +219,10 @@ def lower_pipeline(
     chunks: dict[int, Chunk] = {}
     for number, text in enumerate(texts(analysis, pipeline, layout.lanes)):
         held = _held_by(pipeline, layout, number)
-        kind = lanes[number].kind
-        if (kind, text) not in known:
-            known[kind, text] = _lower_stage(analysis, held, kind.cost, shared)
-        stages.append(known[kind, text])
+        cost = lanes[number].kind.cost
+        if (id(cost), text) not in known:
+            known[id(cost), text] = _lower_stage(analysis, held, cost, shared)
+        stages.append(known[id(cost), text])
         chunks.update(zip(held, stages[-1].chunks, strict=True))
     ordered = tuple(chunks[n] for n in range(len(chunks)))
     first = [lanes[stage].first_rank for stage in layout.lanes]

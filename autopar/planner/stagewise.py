@@ -388,17 +388,16 @@ class _Stagewise:
         search, lanes = self.search, self.layout.lanes
         borders = [0, *cuts, self.units.starts[-1]]
         lane_of = [lanes[bisect_right(borders, at) - 1] for at in self.units.starts[:-1]]
-        kinds: dict[MeshSearch, Kind] = {}
-        told: dict[MeshSearch, tuple[Built, Solution]] = {}
+        stages, told = [], dict[MeshSearch, tuple[Built, Solution]]()
+        for lane, (kind, first) in enumerate(zip(search.searches, search.first_ranks, strict=True)):
+            plans = [way.plan for way in ways_of_kinds[kind]]
+            own = {unit: way for unit, way in taken.items() if lane_of[unit] == lane}
+            stages.append(Lane(Kind(composed(self.units, plans, own), kind.cost), first))
         for kind in search.kinds:
             own = {u: way for u, way in taken.items() if search.searches[lane_of[u]] is kind}
-            ways = ways_of_kinds[kind]
-            kinds[kind] = Kind(composed(self.units, [way.plan for way in ways], own), kind.cost)
-            way = ways[_commonest(own)]
+            way = ways_of_kinds[kind][_commonest(own)]
             bound_s = min(self.fastest[kind][1].bound_s, way.solution.objective_s)
             told[kind] = way.built, replace(way.solution, bound_s=bound_s, status="feasible")
-        ranks = zip(search.searches, search.first_ranks, strict=True)
-        stages = [Lane(kinds[kind], first) for kind, first in ranks]
         return _Dealt(told, stages, cuts)
 
     def _cut(self, dealt: _Dealt) -> Pipeline:
@@ -564,6 +563,21 @@ def _commonest(taken: Mapping[int, int]) -> int:
     return min(counts, key=lambda way: (-counts[way], way), default=0)
 
 
+def _leanest(found: Sequence[Collection[int]], taken: Mapping[int, int], common: int) -> int:
+    """The last way that units of the first group take of which any are there; a common one if none.
+
+    Args:
+        found: Groups of units.
+        taken: Way of every unit that is there.
+        common: The way of those that are not.
+    """
+    for units in found:
+        ways = [taken[unit] for unit in units if unit in taken]
+        if ways:
+            return max(ways)
+    return common
+
+
 def composed(units: Units, plans: Sequence[StagePlan], taken: Mapping[int, int]) -> StagePlan:
     """A plan of the whole step of which every unit is as in one of several plans.
 
@@ -572,23 +586,25 @@ def composed(units: Units, plans: Sequence[StagePlan], taken: Mapping[int, int])
         plans: Of the whole step, on one mesh.
         taken: Number of the plan of every unit; the commonest for those that are not here.
 
-    The plans are in the order of what they hold: what several units read is as in the leanest.
+    The plans are in the order of what they hold: what several units read is as in the leanest, and
+    so is what comes from units that are not here.
     """
     common = _commonest(taken)
-
-    def number(unit: int) -> int:
-        return taken.get(unit, common)
+    used = [plans[place] for place in sorted({*taken.values(), common})]
+    number = {name: _leanest(found, taken, common) for name, found in units.places.items()}
 
     def own(name: str) -> StagePlan:
-        return plans[max(map(number, units.of(name)), default=common)]
+        return plans[number[name]]
 
-    again = {name for plan in plans for name in plan.recomputed if name in own(name).recomputed}
+    again = {name for plan in used for name in plan.recomputed if plan is own(name)}
     kept: dict[str, tuple[Sharding, ...]] = {}
-    for place in sorted({number(unit) for unit in range(len(units.kinds))}):
-        for value, shardings in plans[place].kept.items():
+    for plan in used:
+        for value, shardings in plan.kept.items():
             maker = value.partition(":")[0]
             # What its own plan does not keep is kept where a reader's plan reads it late.
-            asked = own(maker) is plans[place] or place in map(number, units.readers[maker])
+            asked = own(maker) is plan or any(
+                plans[taken.get(unit, common)] is plan for unit in units.readers[maker]
+            )
             if asked and maker not in again:
                 kept[value] = own(maker).kept.get(value, shardings)
     return StagePlan(
@@ -596,7 +612,7 @@ def composed(units: Units, plans: Sequence[StagePlan], taken: Mapping[int, int])
         first_rank=plans[common].first_rank,
         inputs=plans[common].inputs,
         parameters=tuple(
-            plans[number(units.owners.get(p.name, 0))].parameters[at]
+            plans[taken.get(units.owners.get(p.name, 0), common)].parameters[at]
             for at, p in enumerate(plans[common].parameters)
         ),
         nodes=tuple(own(n.name).nodes[at] for at, n in enumerate(plans[common].nodes)),
@@ -604,14 +620,14 @@ def composed(units: Units, plans: Sequence[StagePlan], taken: Mapping[int, int])
         recomputed=tuple(n.name for n in plans[common].nodes if n.name in again),
         forgotten={
             reader: left
-            for plan in plans
+            for plan in used
             for reader, names in plan.forgotten.items()
             if own(reader) is plan and (left := tuple(name for name in names if name in again))
         },
         offloaded=tuple(v for v in kept if v in own(v.partition(":")[0]).offloaded),
         added_up={
             value: sharding
-            for plan in plans
+            for plan in used
             for value, sharding in plan.added_up.items()
             if own(value.partition(":")[0]) is plan
         },

@@ -52,6 +52,12 @@ class Units:
         return self.readers[name] if found is None else (found,)
 
     @cached_property
+    def places(self) -> Mapping[str, tuple[Collection[int], ...]]:
+        """Of every node and parameter its units, as of `of`, and those that read what it makes."""
+        names = (node.name for node in self.analysis.graph.nodes)
+        return {name: (self.of(name), self.readers[name]) for name in names}
+
+    @cached_property
     def readers(self) -> Mapping[str, frozenset[int]]:
         """Units that read what a node makes, themselves or what is made of it and the batch."""
         found: dict[str, set[int]] = {node.name: set() for node in self.analysis.graph.nodes}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from bisect import bisect_right
 from dataclasses import replace
 
 import pytest
@@ -11,14 +12,14 @@ import pytest
 from autopar import hint
 from autopar.capture import capture_step
 from autopar.ir.sharding import Mesh
-from autopar.plan.records import Plan
+from autopar.plan.records import Plan, StagePlan
 from autopar.planner.driver import make_plan
 from autopar.planner.request import Request
 from autopar.planner.stagewise import composed
 from autopar.planner.units import Units, units_of
 from autopar.schedules.table import schedule_named
 from autopar.search.analysis import Analysis, analyse
-from autopar.search.stages import equal_lanes, forward_order, split_lanes
+from autopar.search.stages import forward_order, split_lanes
 from cost_models.cluster import Cluster, Devices
 from tests.oracles.models import bert, gpt2, llama, t5, unet
 from tests.oracles.pipeline import assert_pipeline_exact
@@ -52,13 +53,34 @@ def test_any_mixture_of_plans_cut_anywhere_is_exact(name: str, schedule: str) ->
         for seed in draw.sample(range(100), 2)
     ]
     units = cut(analysis, 12)
-    taken = {unit: draw.randrange(len(plans)) for unit in range(len(units.kinds))}
-    whole = composed(units, plans, taken)
     chunks = 2 * max(1, schedule_named(schedule).least_chunks)
     lanes = [schedule_named(schedule).lane_of_chunk(chunk, 2) for chunk in range(chunks)]
     cuts = sorted(draw.sample(range(1, units.starts[-1]), chunks - 1))
-    pipeline = split_lanes(analysis, equal_lanes(whole, 2), cuts, lanes)
+    taken: list[dict[int, int]] = [{}, {}]
+    for unit, start in enumerate(units.starts[:-1]):
+        taken[lanes[bisect_right(cuts, start)]][unit] = draw.randrange(len(plans))
+    wholes = [
+        replace(composed(units, plans, own), first_rank=2 * lane) for lane, own in enumerate(taken)
+    ]
+    pipeline = split_lanes(analysis, wholes, cuts, lanes)
     assert_pipeline_exact(*built, analysis, pipeline, captured, schedule)
+
+
+def test_what_a_stage_gets_from_another_goes_where_its_own_way_sends_it() -> None:
+    analysis = analyse(capture_step(*MODELS["gpt2"](), grad=True).graph)
+    units, stays = cut(analysis, 12), random_stage(analysis, Mesh(("dp",), (2,)).with_time(2, 1), 0)
+    ways = stays, replace(stays, offloaded=tuple(stays.kept))
+    first, end = len(units.kinds) // 2, len(units.kinds)
+    taken = {unit: int(unit == first) for unit in range(first, end)}
+
+    def second(whole: StagePlan) -> StagePlan:
+        wholes = stays, replace(whole, first_rank=2)
+        return split_lanes(analysis, wholes, [units.starts[first]], range(2)).stages[1]
+
+    made = {node.name for node in second(ways[1]).nodes}
+    away = {value: value.partition(":")[0] for value in second(ways[1]).offloaded}
+    got = [v for v, name in away.items() if name not in made and first in units.readers[name]]
+    assert got and set(got) <= set(second(composed(units, ways, taken)).offloaded)
 
 
 @functools.cache
