@@ -32,7 +32,7 @@ from autopar.lower.rows import turns_of
 from autopar.lower.simulate import prices
 from autopar.lower.spmd import Crossing
 from autopar.optim import BUCKET_ELEMENTS, AdamW
-from autopar.options import ADAMW, OptimizerSpec, Options, rules_by_op
+from autopar.options import OptimizerSpec, Options, rules_by_op
 from autopar.plan.check import check
 from autopar.plan.records import NodePlan, ParameterPlan, Plan
 from autopar.plan.serialize import from_json, to_json
@@ -44,6 +44,7 @@ from autopar.rules.strategies import strategies
 from autopar.runtime.executor import ParallelModule, StepRequest
 from autopar.runtime.groups import Session, StagePeers, open_session
 from autopar.runtime.mail import Route
+from autopar.runtime.optimizer import transients_of
 from autopar.runtime.params import shard_model, values_digest
 from autopar.runtime.pipeline import StageSource
 from autopar.runtime.results import SharedResult, Sharing
@@ -105,7 +106,7 @@ def compile(
         model=model,
         cluster=cluster,
         loss=loss,
-        spec=optimizer_spec(optimizer),
+        spec=optimizer_spec(optimizer, _device_type(cluster)),
         precision=_checked(precision, model, optimizer),
         hints=tuple(hints),
         init=init,
@@ -189,7 +190,7 @@ def planner(
     """
     options = options or Options()
     casts = _checked(precision, model, optimizer)
-    spec = optimizer_spec(optimizer)
+    spec = optimizer_spec(optimizer, _device_type(cluster))
     steps: dict[Alone | None, tuple[Analysis, Request]] = {}
 
     def captured_of(alone: Alone | None) -> Captured:
@@ -262,19 +263,16 @@ def _checked(given: Precision | str | None, model: nn.Module, optimizer: Optimiz
     return found
 
 
-def optimizer_spec(optimizer: Optimizer) -> OptimizerSpec:
-    """State bytes of an optimizer given as a class, a partial of one or a spec.
+def optimizer_spec(optimizer: Optimizer, device_type: str) -> OptimizerSpec:
+    """Bytes of an optimizer given as a class, a partial of one or a spec; of AdamW for None.
 
     Raises:
         UnsupportedError: The class is not known and no spec was given.
     """
-    if optimizer is None:
-        return ADAMW
     if isinstance(optimizer, OptimizerSpec):
         return optimizer
-    partial = (
-        optimizer if isinstance(optimizer, functools.partial) else functools.partial(optimizer)
-    )
+    own = optimizer or torch.optim.AdamW
+    partial = own if isinstance(own, functools.partial) else functools.partial(own)
     kind: Any = partial.func
     options = partial.keywords
     moments = {
@@ -295,7 +293,10 @@ def optimizer_spec(optimizer: Optimizer) -> OptimizerSpec:
             "autopar.OptimizerSpec(state_bytes=...) with its bytes a parameter element"
         )
     bucket = options.get("bucket_elements", BUCKET_ELEMENTS) if kind is AdamW else None
-    return OptimizerSpec(moments=moments, host_bucket_elements=bucket)
+    # Of ours, torch's is the kernel.
+    kernel = functools.partial(torch.optim.AdamW) if kind is AdamW else partial
+    transients = transients_of(kernel, device_type)
+    return OptimizerSpec(moments=moments, transients=transients, host_bucket_elements=bucket)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

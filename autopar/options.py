@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.ir.graph import DTYPE_BYTES
 from autopar.rules.notation import RuleMaker
 from autopar.rules.table import UserRule
+
+
+@dataclass(frozen=True, slots=True)
+class Transients:
+    """Tensors of a parameter's shape and dtype that an update makes for a moment.
+
+    Attributes:
+        every: Of all parameters at once, as torch's multi-tensor kernels on CUDA do.
+        each: Of one parameter at a time, as its loops do.
+        left: Of the one before that, which are still there then.
+    """
+
+    every: float = 0.0
+    each: float = 0.0
+    left: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +31,8 @@ class OptimizerSpec:
 
     Attributes:
         state_bytes: State of one parameter element, in bytes (AdamW in fp32: 8).
-        step_transient_bytes: Bytes an element that the update needs for a moment.
+        step_transient_bytes: Bytes an element, of all at once, that the update needs for a moment.
+        transients: The same in tensors, as torch's optimizers make them.
         moments: State tensors of the parameter's shape and dtype, as torch's optimizers make them
             (AdamW: 2); None for ``state_bytes`` whatever the dtype.
         host_bucket_elements: Half of the elements that are on the device at a time while it updates
@@ -25,6 +41,7 @@ class OptimizerSpec:
 
     state_bytes: float = 8.0
     step_transient_bytes: float = 0.0
+    transients: Transients = Transients()
     moments: int | None = None
     host_bucket_elements: int | None = None
 
@@ -32,9 +49,23 @@ class OptimizerSpec:
         """State of one element of a parameter of this dtype, in bytes."""
         return self.state_bytes if self.moments is None else self.moments * DTYPE_BYTES[dtype]
 
+    def every_bytes(self, dtype: str) -> float:
+        """Bytes of an element of all such parameters at once that the update makes."""
+        return self.step_transient_bytes + self.transients.every * DTYPE_BYTES[dtype]
+
+    @property
+    def at_rest(self) -> OptimizerSpec:
+        """The same with nothing that the update makes for a moment."""
+        return replace(self, step_transient_bytes=0.0, transients=Transients())
+
+    def each_bytes(self, dtype: str) -> tuple[float, float]:
+        """Bytes of an element of one such parameter at a time, and of the one before it."""
+        size = DTYPE_BYTES[dtype]
+        return self.transients.each * size, self.transients.left * size
+
 
 ADAMW = OptimizerSpec(moments=2)
-"""torch's AdamW, which is planned for if no optimizer is named."""
+"""An AdamW whose kernel makes nothing, as torch's fused one does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -275,18 +275,19 @@ def _point(
 ) -> Point:
     """Seconds and bytes of one unit."""
     (chunk,) = stage.chunks
-    away = states_on_host(plan)
+    # What the update makes, lowered stages are checked for.
+    away, optimizer = states_on_host(plan), request.optimizer.at_rest
     several = plan.mesh.microbatches > 1
     fewer, more = (
         predicted_memory(
             stage.together,
             stage.peak(_row(chunk.number, *size, splits_backward=splits_backward)),
-            request.optimizer,
+            optimizer,
             away=away,
         )
         for size in (ROWS if several else ((1, 1), (1, 1)))
     )
-    update = update_of(stage.together, request.optimizer, away=away)
+    update = update_of(stage.together, optimizer, away=away)
     held = fewer.parameters_bytes + fewer.optimizer_bytes + fewer.buffers_bytes
     saved, live, late = fewer.saved_bytes, 1, 0
     if several:

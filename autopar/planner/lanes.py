@@ -19,7 +19,7 @@ from autopar.search.intra import away_bytes, fits, solve
 from autopar.search.offers import describe_mesh
 from autopar.search.problem import Solution, alike
 from autopar.search.recompute import recompute_of
-from autopar.search.space import Pending, StateBytes
+from autopar.search.space import Pending, Updates
 from cost_models.cluster import Device
 
 UNEVEN = 0.1
@@ -61,17 +61,12 @@ def prepare(
             least = device.memory_bytes if len(meshes) > 1 else cluster.device(fullest).memory_bytes
             device = replace(cluster.device(fullest), memory_bytes=least)
         cost = NodeCost(device, mesh, axis_seconds(cluster, mesh, first_ranks[stages[0]]))
-        states = StateBytes(
-            per_element=request.optimizer.state_bytes,
-            moments=request.optimizer.moments,
-            update_bytes_per_s=update_bytes_per_s(device),
-            may_leave=request.optimizer.host_bucket_elements is not None,
-        )
-        key = cluster, first_ranks[stages[0]], cost.device, mesh, states, str(restrictions)
+        updates = Updates(request.optimizer, update_bytes_per_s(device))
+        key = cluster, first_ranks[stages[0]], cost.device, mesh, updates, str(restrictions)
         unlimited = request.known.get((*key, layout.num_stages))
         if unlimited is None:
             built = build_problem(
-                analysis, mesh, cost, states, restrictions, num_stages=layout.num_stages
+                analysis, mesh, cost, updates, restrictions, num_stages=layout.num_stages
             )
             unlimited = request.known[*key, layout.num_stages] = Unlimited(built)
         asked = (

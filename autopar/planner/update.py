@@ -25,7 +25,9 @@ class Update:
         gradient_bytes: Of all gradients there.
         state_bytes: Optimizer state there; ``host_state_bytes`` that in host memory.
         piece_bytes: That come to the device at a time while what is in host memory is updated, in
-            pieces; ``scratch_bytes`` of the pieces that are there together.
+            pieces.
+        scratch_bytes: Held for a moment: of the pieces that are there together, and what the
+            kernel makes.
         host_parameter_bytes: Of trained parameters whose home is host memory;
             ``host_gradient_bytes`` of their gradients.
     """
@@ -79,7 +81,7 @@ def update_of(
         away: Parameters whose state is in host memory.
     """
     parameters = gradients = at_home = delivered = 0
-    here = there = largest = 0.0
+    here = there = largest = every = each = left = made = 0.0
     for item, often in weights(program, repeats):
         if item.kind != "parameter":
             continue
@@ -93,23 +95,32 @@ def update_of(
             delivered += size
         if not trained:
             continue
-        element = optimizer.element_bytes(item.local_type.dtype)
+        dtype = item.local_type.dtype
+        element = optimizer.element_bytes(dtype)
         state = often * item.local_type.num_elements * element
         if item.target in away or item.on_host:
             there += state
-            brought = 2 * DTYPE_BYTES[item.local_type.dtype] if item.on_host else 0
+            brought = 2 * DTYPE_BYTES[dtype] if item.on_host else 0
             largest = max(largest, element + brought)
+            made = max(made, optimizer.every_bytes(dtype) + sum(optimizer.each_bytes(dtype)))
         else:
             here += state
+            every += often * item.local_type.num_elements * optimizer.every_bytes(dtype)
+            own, still = (item.local_type.num_elements * b for b in optimizer.each_bytes(dtype))
+            each, left = max(each, own + left), still
     come = there + at_home + delivered
     bucket = optimizer.host_bucket_elements
-    piece = 0.0 if bucket is None else min(largest * piece_elements(bucket), come)
+    elements = 0 if bucket is None else piece_elements(bucket)
+    piece = min(largest * elements, come)
+    in_piece = made * piece / largest if piece else 0.0
+    # What is here is updated first, then pieces are.
+    scratch = max(every + each, min(PIECES * piece, come) + in_piece)
     return Update(
         parameter_bytes=parameters,
         gradient_bytes=gradients,
         state_bytes=int(here),
         host_state_bytes=int(there),
-        scratch_bytes=int(min(PIECES * piece, come)),
+        scratch_bytes=int(scratch),
         piece_bytes=int(piece),
         host_parameter_bytes=at_home,
         host_gradient_bytes=delivered,

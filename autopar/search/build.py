@@ -16,7 +16,7 @@ from autopar.search.prices import Prices
 from autopar.search.problem import Problem, Solution
 from autopar.search.regions import Entry
 from autopar.search.restrict import Restrictions
-from autopar.search.space import Pending, Space, StateBytes
+from autopar.search.space import Pending, Space, Updates
 from autopar.search.values import Values
 
 
@@ -58,7 +58,7 @@ def build_problem(
     analysis: Analysis,
     mesh: Mesh,
     cost: NodeCost,
-    states: StateBytes,
+    updates: Updates,
     restrictions: Restrictions,
     *,
     memory_limit_bytes: float | None = None,
@@ -71,7 +71,7 @@ def build_problem(
         analysis: The step.
         mesh: The mesh.
         cost: Prices nodes on it.
-        states: Optimizer state and update.
+        updates: Optimizer state and update.
         restrictions: What hints leave.
         memory_limit_bytes: Bytes a rank may use; None for no limit.
         fixed_bytes: Bytes used whatever is chosen.
@@ -82,7 +82,7 @@ def build_problem(
     Raises:
         HintError: The hints leave a node or parameter without a choice.
     """
-    space = Space(analysis, mesh, cost, states, restrictions, num_stages)
+    space = Space(analysis, mesh, cost, updates, restrictions, num_stages)
     prices = Prices(space)
     values, roots, layouts = Values(space, prices).all()
     problem = Problem(

@@ -15,7 +15,7 @@ are choices among others: what they give is a layout there, and an arc leads fro
 (3) inflow - outflow + source[l] = demand[l] for every need, layout    ``_add_flow``
 (4) f[d, a] <= p[a] for the needs that share an arc                    ``_add_flows``
 (5) z[v, l] >= k[v, l] - sum of x that give l                          ``_add_keeps``
-(6) resident + kept <= limit, resident + gradients <= limit            ``_add_memory``
+(6) resident + kept <= limit, resident + update <= limit               ``_add_memory``
 (7) r[q, c] <= x[n, c] for the entry n of class q                      ``_add_reruns``
 (8) w[q, t] >= w[u, t] - sum_l k[v, l] for u that reads v of q         ``_add_moment``
 (9) b[q, t] >= sum_c bytes[c] r[q, c] - most * (1 - w[q, t])           ``_add_moment``
@@ -37,6 +37,7 @@ until memory binds. Solved by HiGHS through MathOpt with one thread, so every ru
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -46,7 +47,7 @@ from numpy.typing import NDArray
 
 from autopar.search.branch import GAP, SHARE, Columns, Way, search, taken
 from autopar.search.linear import IntegerProgram, Outcome, run
-from autopar.search.problem import Arc, Moment, Problem, Shares, Solution, Value
+from autopar.search.problem import Arc, Choices, Moment, Problem, Shares, Solution, Value
 
 
 def solve(problem: Problem, *, time_limit_s: float = 60.0, gap: float = GAP) -> Solution:
@@ -415,11 +416,11 @@ def fits(problem: Problem, solution: Solution) -> bool:
     if problem.memory_limit_bytes is None:
         return True
     resident = problem.fixed_bytes
-    gradients = saved = 0.0
+    update = saved = 0.0
     for number, node in enumerate(problem.nodes):
         for choice, share in _shared(solution.choice_shares, number, solution.choice[number]):
             resident += share * node.resident_bytes[choice]
-            gradients += share * node.gradient_bytes[choice]
+            update += share * _update_bytes(node)[choice]
     for number, value in enumerate(problem.values):
         own: dict[int, float] = {}
         if value.persistent:
@@ -428,7 +429,7 @@ def fits(problem: Problem, solution: Solution) -> bool:
                 own[value.gives[choice]] = own.get(value.gives[choice], 0.0) + share
         for layout, share in _shared(solution.kept_shares, number, solution.kept[number]):
             saved += max(0.0, share - own.get(layout, 0.0)) * value.kept_bytes[layout]
-    return resident + max(saved, gradients) <= problem.memory_limit_bytes
+    return resident + max(saved, update) <= problem.memory_limit_bytes
 
 
 def _shared(shares: Mapping[int, Shares], number: int, only: int | None) -> Shares:
@@ -457,11 +458,11 @@ def _add_memory(
     unit = _unit(problem)
     limit = (problem.memory_limit_bytes - problem.fixed_bytes) / unit
     room = [] if most is None else [(most, -1.0)]
-    resident, gradients, added_up, kept = (
+    resident, update, added_up, kept = (
         [(column, size / unit) for column, size in own] for own in _held(problem, columns)
     )
     program.row(-np.inf, limit, resident + added_up + kept + room)
-    program.row(-np.inf, limit, _joined([*resident, *gradients, *room]))
+    program.row(-np.inf, limit, _joined([*resident, *update, *room]))
     for moment in problem.moments:
         here = _add_moment(program, problem, columns, moment)
         program.row(-np.inf, limit, _joined([*resident, *added_up, *here, *room]))
@@ -480,16 +481,18 @@ def _joined(terms: _Sizes) -> _Sizes:
 
 
 def _held(problem: Problem, columns: Columns) -> tuple[_Sizes, _Sizes, _Sizes, _Sizes]:
-    """What is resident, gradients, what the loop adds up, and what the forward keeps."""
+    """What is resident, what the update holds beside, what the loop adds up, what is kept."""
     resident: _Sizes = []
-    gradients: _Sizes = []
+    update: _Sizes = []
     kept: _Sizes = []
     for node, pick in zip(problem.nodes, columns.pick, strict=True):
         resident += [(c, size) for c, size in zip(pick, node.resident_bytes, strict=True) if size]
-        gradients += [(c, size) for c, size in zip(pick, node.gradient_bytes, strict=True) if size]
+        update += [(c, size) for c, size in zip(pick, _update_bytes(node), strict=True) if size]
     for node, states in zip(problem.nodes, columns.states, strict=True):
         if states is not None:
             resident += [(c, -size) for c, size in zip(states, node.state_bytes, strict=True)]
+            # What is updated in pieces makes nothing of all at once.
+            update += [(c, -size) for c, size in zip(states, node.update_bytes, strict=False)]
     held_by = zip(problem.values, columns.keep, columns.extra, columns.away, strict=True)
     for value, keep, extra, away in held_by:
         sizes = [(n, size) for n, size in enumerate(value.kept_bytes) if size]
@@ -498,7 +501,13 @@ def _held(problem: Problem, columns: Columns) -> tuple[_Sizes, _Sizes, _Sizes, _
             kept += [(counted[n], size) for n, size in sizes]
         if away is not None:
             kept += [(away[n], -size) for n, size in sizes]
-    return resident, gradients, list(_added_up(columns)), kept
+    return resident, update, list(_added_up(columns)), kept
+
+
+def _update_bytes(node: Choices) -> tuple[float, ...]:
+    """What each choice holds during the update, beside what is resident."""
+    made = node.update_bytes or (0.0,) * len(node.gradient_bytes)
+    return tuple(map(operator.add, node.gradient_bytes, made))
 
 
 def _add_price(program: IntegerProgram, problem: Problem, columns: Columns) -> _Sizes:
@@ -652,11 +661,15 @@ def _memory(problem: Problem, columns: Columns, found: NDArray[np.float64]) -> t
     """The memory sums, in bytes."""
     resident = problem.fixed_bytes
     gradients = []
+    made = 0.0
     for node, pick, away in zip(problem.nodes, columns.pick, columns.states, strict=True):
         amounts = found[pick.start : pick.stop]
         resident += float(amounts @ np.asarray(node.resident_bytes))
         if away is not None:
             resident -= float(taken(found, away) @ np.asarray(node.state_bytes))
+        if node.update_bytes:
+            gone_too = 0.0 if away is None else taken(found, away)
+            made += float((amounts - gone_too) @ np.asarray(node.update_bytes))
         gradients.append(float(amounts @ np.asarray(node.gradient_bytes)))
     saved, gone = [], []
     for value, keep, away in zip(problem.values, columns.keep, columns.away, strict=True):
@@ -680,7 +693,8 @@ def _memory(problem: Problem, columns: Columns, found: NDArray[np.float64]) -> t
         for moment in problem.moments
     )
     loop = resident + sum(float(found[column]) * size for column, size in _added_up(columns))
-    return (loop + sum(saved) - sum(gone), resident + sum(gradients), *(loop + m for m in moments))
+    update = resident + sum(gradients) + made
+    return (loop + sum(saved) - sum(gone), update, *(loop + m for m in moments))
 
 
 def _remade_bytes(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from autopar.cost.node import local_bytes
 from autopar.ir.graph import DTYPE_BYTES, PARAMETER, SOURCE_OPS, Node, Phase
@@ -26,7 +27,7 @@ class Prices:
         self.analysis = space.analysis
         self.cost = space.cost
         self.mesh = space.mesh
-        self.states = space.states
+        self.updates = space.updates
         self.classes = space.classes
 
     def choices(self) -> tuple[Choices, ...]:
@@ -69,15 +70,16 @@ class Prices:
         count = len(entry.members)
         kind = entry.node.outputs[0]
         trainable = entry.node.target in self.space.gradients
-        seconds, resident, gradients, states, there = [], [], [], [], []
+        optimizer = self.updates.optimizer
+        every, each = optimizer.every_bytes(kind.dtype), optimizer.each_bytes(kind.dtype)[0]
+        seconds, resident, gradients, states, made, there = [], [], [], [], [], []
         for strategy in entry.strategies:
             held = local_bytes(kind, strategy.outputs[0])
             elements = held / DTYPE_BYTES[kind.dtype]
-            state = elements * self.states.of(kind.dtype) if trainable else 0.0
-            own = self.states.gradient_bytes_per_element or DTYPE_BYTES[kind.dtype]
-            gradient = elements * own if trainable else 0.0
+            state = elements * optimizer.element_bytes(kind.dtype) if trainable else 0.0
+            gradient = held if trainable else 0.0
             moved = 2 * (held + state) + gradient if trainable else 0.0
-            update_s = moved / self.states.update_bytes_per_s
+            update_s = moved / self.updates.bytes_per_s
             if strategy.on_host and trainable:
                 link = self.cost.device.host_link_bytes_per_s
                 both = both_copies(self.cost.device.kind)
@@ -88,6 +90,8 @@ class Prices:
             resident.append(here * (held + state))
             gradients.append(here * gradient)
             states.append(here * state)
+            apart = each if entry.node.name == self._largest else 0.0
+            made.append(elements * (here * every + bool(here) * apart) if trainable else 0.0)
             # Beside the gradients that are added up, those of a microbatch arrive.
             arriving = gradient * (1 + (self.mesh.time_axis is not None))
             there.append((count - here) * (held + state + arriving))
@@ -99,10 +103,21 @@ class Prices:
             resident_bytes=tuple(resident),
             gradient_bytes=tuple(gradients),
             divisible=count > 1,
-            state_bytes=tuple(states) if self.space.leaves and self.states.may_leave else (),
+            update_bytes=tuple(made) if any(made) else (),
+            state_bytes=tuple(states) if self.space.leaves and self.space.may_leave else (),
             host_bytes=tuple(there) if any(there) else (),
             least_host=len(must) / count if any(there) else 0.0,
         )
+
+    @cached_property
+    def _largest(self) -> str:
+        """The trained parameter with most bytes: what is made of one at a time is made of it."""
+        sizes = {
+            made.node.name: made.node.outputs[0].num_bytes
+            for made in self.classes
+            if made.node.op == PARAMETER and made.node.target in self.space.gradients
+        }
+        return max(sizes, key=sizes.__getitem__, default="")
 
     def seconds(self, entry: Class, chosen: Sequence[Strategy]) -> tuple[float, ...]:
         """Seconds of all members under each of the strategies."""
@@ -183,7 +198,7 @@ class Prices:
             state_s_per_byte=max(
                 0.0,
                 together_s(1.0, 1.0, both) / device.host_link_bytes_per_s
-                - 2 / self.states.update_bytes_per_s,
+                - 2 / self.updates.bytes_per_s,
             )
             + AGAIN_S * 1e-9,
             beside=beside_s(both),
@@ -227,6 +242,9 @@ def _joined(own: Sequence[Choices], entry: Entry) -> Choices:
             for choice in entry.choices
         )
 
+    def some(name: str) -> tuple[float, ...]:
+        return total(name) if any(getattr(own[n], name) for n in entry.classes) else ()
+
     first = own[entry.classes[0]]
     return Choices(
         name=first.name,
@@ -234,8 +252,9 @@ def _joined(own: Sequence[Choices], entry: Entry) -> Choices:
         seconds=total("seconds"),
         resident_bytes=total("resident_bytes"),
         gradient_bytes=total("gradient_bytes"),
+        update_bytes=some("update_bytes"),
         divisible=first.divisible,
         state_bytes=total("state_bytes"),
-        host_bytes=total("host_bytes") if any(own[n].host_bytes for n in entry.classes) else (),
+        host_bytes=some("host_bytes"),
         least_host=max(own[number].least_host for number in entry.classes),
     )

@@ -29,6 +29,7 @@ class Choices:
         seconds: Of each choice, for all members.
         resident_bytes: Held through the whole step by each choice, for all members.
         gradient_bytes: Held from the end of the backward to the update, for all members.
+        update_bytes: Made for a moment by the update, for all members; empty for none.
         divisible: Members may choose differently, so a share of the class is a choice too.
         state_bytes: The part of what is resident that may be in host memory, for all members;
             empty for none.
@@ -41,6 +42,7 @@ class Choices:
     seconds: tuple[float, ...]
     resident_bytes: tuple[float, ...]
     gradient_bytes: tuple[float, ...]
+    update_bytes: tuple[float, ...] = ()
     divisible: bool = False
     state_bytes: tuple[float, ...] = ()
     host_bytes: tuple[float, ...] = ()

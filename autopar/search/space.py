@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autopar.cost.node import NodeCost, local_bytes
-from autopar.ir.graph import DTYPE_BYTES, PARAMETER, Ref
+from autopar.ir.graph import PARAMETER, Ref
 from autopar.ir.sharding import Mesh, Sharding
+from autopar.options import OptimizerSpec
 from autopar.rules.strategies import Strategy
 from autopar.search.analysis import Analysis
 from autopar.search.offers import Offers
@@ -19,27 +20,17 @@ from autopar.search.ways import Ways
 from cost_models.cluster import Device
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateBytes:
-    """What the update of a parameter holds and moves.
+@dataclass(frozen=True, slots=True)
+class Updates:
+    """What the update of parameters holds and moves.
 
     Attributes:
-        per_element: Optimizer state, bytes an element of the parameter.
-        moments: Its tensors of the parameter's own dtype instead, if it is made of such.
-        update_bytes_per_s: Memory bandwidth at which the update runs.
-        gradient_bytes_per_element: Bytes of an element of the gradient; None for the parameter's.
-        may_leave: Whether the optimizer can update state that is in host memory.
+        optimizer: Its state, and what it makes for a moment.
+        bytes_per_s: Memory bandwidth at which it runs.
     """
 
-    per_element: float
-    update_bytes_per_s: float
-    gradient_bytes_per_element: int | None = None
-    moments: int | None = None
-    may_leave: bool = False
-
-    def of(self, dtype: str) -> float:
-        """Optimizer state of one element of a parameter of this dtype, in bytes."""
-        return self.per_element if self.moments is None else self.moments * DTYPE_BYTES[dtype]
+    optimizer: OptimizerSpec
+    bytes_per_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +68,7 @@ class Space:
         analysis: Analysis,
         mesh: Mesh,
         cost: NodeCost,
-        states: StateBytes,
+        updates: Updates,
         restrictions: Restrictions,
         num_stages: int,
     ) -> None:
@@ -86,7 +77,7 @@ class Space:
         self.graph = analysis.graph
         self.mesh = mesh
         self.cost = cost
-        self.states = states
+        self.updates = updates
         self.restrictions = restrictions
         self.gradients = dict(analysis.graph.gradients)
         self.offers = Offers(analysis, mesh, restrictions)
@@ -105,6 +96,11 @@ class Space:
         self.more_moments: set[int] = set()
         self.pending = Pending()
         self.leaves = False
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether the optimizer can update state that is in host memory."""
+        return self.updates.optimizer.host_bucket_elements is not None
 
     def apart(self, pending: Pending) -> Space:
         """The same, to be changed without this one.
@@ -141,7 +137,7 @@ class Space:
         classes, entries = list(self.offers.classes), list(self.entries)
         for number, made in enumerate(self.offers.classes):
             trained = made.node.op == PARAMETER and made.node.target in self.gradients
-            if made.node.op != PARAMETER or (trained and not self.states.may_leave):
+            if made.node.op != PARAMETER or (trained and not self.may_leave):
                 continue
             index, _ = self.places[number]
             assert entries[index].classes == (number,)

@@ -26,13 +26,14 @@ from rich.table import Table
 
 from autopar.capture import capture_step
 from autopar.cost.node import NodeCost
+from autopar.options import OptimizerSpec
 from autopar.planner.evaluate import evaluate
 from autopar.planner.request import Request
 from autopar.search.analysis import Analysis, analyse
 from autopar.search.build import Built, build_problem, with_moment, with_reruns
 from autopar.search.intra import solve
 from autopar.search.restrict import Restrictions
-from autopar.search.space import StateBytes
+from autopar.search.space import Updates
 from cost_models.cluster import Cluster, Devices
 from tests.oracles.models import output_loss
 from tests.oracles.recomputes import ONE, OneRank
@@ -77,9 +78,9 @@ def h100() -> Cluster:
 def single(graph: Any, rank: OneRank) -> Built:
     """The problem with every op of every layer by itself."""
     cost = NodeCost(rank.cluster.device(0), ONE, rank.collective_s)
-    states = StateBytes(per_element=8.0, update_bytes_per_s=1e15)
+    updates = Updates(OptimizerSpec(state_bytes=8.0), 1e15)
     analysis: Analysis = analyse(graph, folded=False)
-    return with_reruns(build_problem(analysis, ONE, cost, states, Restrictions()))
+    return with_reruns(build_problem(analysis, ONE, cost, updates, Restrictions()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from autopar.capture import capture_step
 from autopar.cluster import Cluster
 from autopar.cost.node import NodeCost, axis_seconds, update_bytes_per_s
+from autopar.options import OptimizerSpec
 from autopar.planner.driver import make_plan
 from autopar.planner.request import Request
 from autopar.search.analysis import Analysis, analyse
@@ -29,7 +30,7 @@ from autopar.search.intra import solve
 from autopar.search.outer import meshes
 from autopar.search.problem import Solution
 from autopar.search.restrict import Restrictions
-from autopar.search.space import StateBytes
+from autopar.search.space import Updates
 
 SEQUENCE = 8192
 
@@ -71,8 +72,8 @@ def searched(analysis: Analysis) -> Solution:
     (mesh,) = meshes(cluster, None)
     device = cluster.device(0)
     cost = NodeCost(device, mesh, axis_seconds(cluster, mesh))
-    states = StateBytes(per_element=8.0, update_bytes_per_s=update_bytes_per_s(device))
-    return solve(build_problem(analysis, mesh, cost, states, Restrictions()).problem)
+    updates = Updates(OptimizerSpec(state_bytes=8.0), update_bytes_per_s(device))
+    return solve(build_problem(analysis, mesh, cost, updates, Restrictions()).problem)
 
 
 def main() -> None:

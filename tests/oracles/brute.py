@@ -219,7 +219,8 @@ def _fits(
         for v, k in zip(problem.values, keeps, strict=True)
     ]
     here = [0.0 if gone else size for size, gone in zip(kept, away, strict=True)]
-    sums = [sum(here), sum(gradients)]
+    made = [n.update_bytes[c] for n, c in nodes if n.update_bytes]
+    sums = [sum(here), sum(gradients) + sum(made)]
     for moment in problem.moments:
         ran = {n for n in moment.needed if again[n]}
         while True:

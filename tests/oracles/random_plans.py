@@ -8,6 +8,7 @@ from dataclasses import replace
 from autopar.cost.node import NodeCost, axis_seconds
 from autopar.ir.graph import PARAMETER, SOURCE_OPS, Phase
 from autopar.ir.sharding import Mesh
+from autopar.options import OptimizerSpec
 from autopar.plan.records import StagePlan
 from autopar.search.analysis import Analysis
 from autopar.search.build import build_problem
@@ -15,7 +16,7 @@ from autopar.search.decode import decode
 from autopar.search.intra import solve
 from autopar.search.problem import Problem
 from autopar.search.restrict import Restrictions
-from autopar.search.space import StateBytes
+from autopar.search.space import Updates
 from cost_models.cluster import Cluster
 
 
@@ -23,8 +24,8 @@ def random_stage(analysis: Analysis, mesh: Mesh, seed: int) -> StagePlan:
     """A stage that is optimal under random prices of strategies and of resharding."""
     cluster = Cluster.local(mesh.num_ranks)
     cost = NodeCost(cluster.device(0), mesh, axis_seconds(cluster, mesh))
-    states = StateBytes(per_element=8.0, update_bytes_per_s=1e9)
-    built = build_problem(analysis, mesh, cost, states, Restrictions())
+    updates = Updates(OptimizerSpec(state_bytes=8.0), 1e9)
+    built = build_problem(analysis, mesh, cost, updates, Restrictions())
     problem = with_random_prices(built.problem, random.Random(seed))
     solution = solve(problem, gap=0.05)
     assert solution.choice, solution.status

@@ -11,13 +11,14 @@ from autopar.cost.node import NodeCost, axis_seconds
 from autopar.errors import UnsupportedError
 from autopar.ir.sharding import Mesh
 from autopar.lower.program import ACCUMULATE, MICROBATCH, Section
+from autopar.options import OptimizerSpec
 from autopar.search.analysis import analyse
 from autopar.search.build import Built as BuiltProblem
 from autopar.search.build import build_problem
 from autopar.search.decode import decode
 from autopar.search.intra import solve
 from autopar.search.restrict import Restrictions
-from autopar.search.space import StateBytes
+from autopar.search.space import Updates
 from cost_models.cluster import Cluster
 from tests.oracles.models import MODELS, Built, mlp, t5
 from tests.oracles.pipeline import assert_exact, variants_of
@@ -38,8 +39,8 @@ def exact(built: Built, mesh: Mesh) -> BuiltProblem:
     analysis = analyse(captured.graph)
     cluster = Cluster.local(mesh.num_ranks)
     cost = NodeCost(slow_core(), mesh, axis_seconds(cluster, mesh))
-    states = StateBytes(per_element=8.0, update_bytes_per_s=1e9)
-    problem = build_problem(analysis, mesh, cost, states, Restrictions())
+    updates = Updates(OptimizerSpec(state_bytes=8.0), 1e9)
+    problem = build_problem(analysis, mesh, cost, updates, Restrictions())
     stage = decode(problem, analysis, solve(problem.problem))
     variants = variants_of(analysis, stage, cost.collective_s)
     for instruction in variants[0][0].instructions:

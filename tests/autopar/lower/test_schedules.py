@@ -19,6 +19,7 @@ from autopar.lower.live import byte_changes, live_bytes, storages
 from autopar.lower.program import Program, Section
 from autopar.lower.simulate import prices, simulate
 from autopar.lower.unroll import Row, unroll
+from autopar.options import OptimizerSpec
 from autopar.plan.records import StagePlan
 from autopar.schedules.table import SCHEDULES, Size
 from autopar.search.analysis import Analysis, analyse
@@ -26,7 +27,7 @@ from autopar.search.build import build_problem
 from autopar.search.decode import decode
 from autopar.search.intra import solve
 from autopar.search.restrict import Restrictions
-from autopar.search.space import StateBytes
+from autopar.search.space import Updates
 from autopar.search.stages import Pipeline, balanced_cuts, forward_order, split_stages
 from cost_models.cluster import Cluster
 from tests.oracles import models
@@ -61,8 +62,8 @@ def subject(name: str, mesh: Mesh) -> tuple[Built, Any, Analysis, StagePlan]:
     analysis = analyse(captured.graph)
     cluster = Cluster.local(mesh.num_ranks)
     cost = NodeCost(slow_core(), mesh, axis_seconds(cluster, mesh))
-    states = StateBytes(per_element=8.0, update_bytes_per_s=1e9)
-    problem = build_problem(analysis, mesh, cost, states, Restrictions())
+    updates = Updates(OptimizerSpec(state_bytes=8.0), 1e9)
+    problem = build_problem(analysis, mesh, cost, updates, Restrictions())
     plan = decode(problem, analysis, solve(problem.problem))
     return (model, batch, loss), captured, analysis, plan
 

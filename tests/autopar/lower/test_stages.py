@@ -16,6 +16,7 @@ from autopar.capture import capture_step
 from autopar.cost.node import NodeCost, axis_seconds
 from autopar.ir.sharding import Mesh
 from autopar.lower.program import Program, Section
+from autopar.options import OptimizerSpec
 from autopar.plan.records import StagePlan
 from autopar.schedules.table import schedule_named
 from autopar.search.analysis import Analysis, analyse
@@ -23,7 +24,7 @@ from autopar.search.build import build_problem
 from autopar.search.decode import decode
 from autopar.search.intra import solve
 from autopar.search.restrict import Restrictions
-from autopar.search.space import StateBytes
+from autopar.search.space import Updates
 from autopar.search.stages import balanced_cuts, forward_order, split_lanes, split_stages
 from cost_models.cluster import Cluster
 from tests.autopar.capture.eager import load_case
@@ -62,8 +63,8 @@ def whole_plan(analysis: Analysis, mesh: Mesh, zero: int | None = None) -> Stage
     """The best plan of the whole step on a mesh of ranks so slow that every split pays."""
     cluster = Cluster.local(mesh.num_ranks)
     cost = NodeCost(slow_core(), mesh, axis_seconds(cluster, mesh))
-    states = StateBytes(per_element=8.0, update_bytes_per_s=1e9)
-    problem = build_problem(analysis, mesh, cost, states, Restrictions(zero=zero))
+    updates = Updates(OptimizerSpec(state_bytes=8.0), 1e9)
+    problem = build_problem(analysis, mesh, cost, updates, Restrictions(zero=zero))
     return decode(problem, analysis, solve(problem.problem))
 
 

@@ -14,10 +14,11 @@ from torch import nn
 from autopar.capture import capture_step
 from autopar.cost.node import NodeCost, axis_seconds
 from autopar.ir.sharding import Mesh
+from autopar.options import OptimizerSpec
 from autopar.search.analysis import Analysis, analyse
 from autopar.search.build import Built, build_problem
 from autopar.search.restrict import Restrictions
-from autopar.search.space import StateBytes
+from autopar.search.space import Updates
 from cost_models.cluster import Cluster
 from tests.oracles.hosts import hosted
 from tests.oracles.models import gpt2, llama
@@ -41,8 +42,8 @@ def mlp(width: int, hidden: int, depth: int, batch: int) -> Analysis:
 
 def problem_of(analysis: Analysis, cluster: Cluster, mesh: Mesh = TWO) -> Built:
     cost = NodeCost(cluster.device(0), mesh, axis_seconds(cluster, mesh))
-    states = StateBytes(per_element=8.0, update_bytes_per_s=1e10)
-    return build_problem(analysis, mesh, cost, states, Restrictions())
+    updates = Updates(OptimizerSpec(state_bytes=8.0), 1e10)
+    return build_problem(analysis, mesh, cost, updates, Restrictions())
 
 
 @given(

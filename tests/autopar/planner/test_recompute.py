@@ -13,6 +13,7 @@ from autopar.cost.node import NodeCost, axis_seconds
 from autopar.errors import HintError, InfeasibleError
 from autopar.hint import Hint
 from autopar.ir.sharding import Mesh
+from autopar.options import OptimizerSpec
 from autopar.plan.records import Plan
 from autopar.planner.driver import make_plan
 from autopar.planner.evaluate import evaluate
@@ -21,7 +22,7 @@ from autopar.search.analysis import Analysis, analyse
 from autopar.search.build import build_problem
 from autopar.search.intra import solve
 from autopar.search.restrict import Restrictions
-from autopar.search.space import StateBytes
+from autopar.search.space import Updates
 from cost_models.cluster import Cluster
 from tests.oracles.models import gpt2
 from tests.oracles.pipeline import assert_exact, programs_of
@@ -131,8 +132,8 @@ def test_the_problem_knows_what_the_program_holds(
     }[mesh]
     cluster = Cluster.local(chosen.num_ranks)
     cost = NodeCost(cluster.device(0), chosen, axis_seconds(cluster, chosen))
-    states = StateBytes(per_element=8.0, update_bytes_per_s=1e9)
-    built = build_problem(analysis, chosen, cost, states, Restrictions())
+    updates = Updates(OptimizerSpec(state_bytes=8.0), 1e9)
+    built = build_problem(analysis, chosen, cost, updates, Restrictions())
     solution = solve(built.problem)
     request = Request(model="m", fingerprint="f", cluster=cluster)
     used = evaluate(analysis, request, cost, built, solution).memory.total_bytes

@@ -9,6 +9,7 @@ import pytest
 from autopar import hint
 from autopar.capture import capture_step
 from autopar.cost.node import NodeCost, axis_seconds
+from autopar.options import OptimizerSpec
 from autopar.plan.records import Plan
 from autopar.planner.driver import make_plan
 from autopar.planner.lanes import MeshSearch
@@ -17,7 +18,7 @@ from autopar.search.analysis import Analysis, analyse
 from autopar.search.build import build_problem, with_reruns
 from autopar.search.intra import least_bytes, solve
 from autopar.search.restrict import Restrictions
-from autopar.search.space import StateBytes
+from autopar.search.space import Updates
 from cost_models.cluster import Cluster
 from tests.benchmarks.superneurons import Family
 from tests.oracles import sequential
@@ -78,8 +79,8 @@ def test_copies_at_the_ends_of_a_stretch_count_as_parts_of_their_class() -> None
     family = Family(others=(1, 5, 1), inner=4, batch=4, size=32)
     analysis, cluster = family.analysed(8), Cluster.local(1)
     cost = NodeCost(cluster.device(0), ONE, axis_seconds(cluster, ONE))
-    states = StateBytes(per_element=4.0, update_bytes_per_s=1e9)
-    plain = build_problem(analysis, ONE, cost, states, Restrictions())
+    updates = Updates(OptimizerSpec(state_bytes=4.0), 1e9)
+    plain = build_problem(analysis, ONE, cost, updates, Restrictions())
     problem = with_reruns(plain, every=2).problem
     least = least_bytes(problem).num_bytes
     found = solve(replace(problem, memory_limit_bytes=1.01 * least))

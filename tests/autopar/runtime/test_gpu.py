@@ -64,3 +64,77 @@ def test_the_same_is_drawn_on_cuda_as_on_the_cpu() -> None:
         for draw in (kernels.uniform, kernels.normal):
             found = [draw(key, "a", (5000,), dtype, d).cpu() for d in (torch.device("cpu"), there)]
             assert torch.equal(*found)
+
+
+MEMORY = """
+import functools
+import gc
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import autopar
+from autopar import hint
+
+AWAY = (hint.offload("transformer.h.*"), hint.offload("optimizer"), hint.offload("parameters"))
+LAYOUTS = {
+    "kept": (),
+    "recomputed": (hint.recompute("transformer.h.*"),),
+    "activations": AWAY[:1],
+    "states": AWAY[1:2],
+    "parameters": AWAY[2:],
+    "all": AWAY,
+    "all in microbatches": (*AWAY, hint.microbatches(2)),
+}
+DROPOUTS = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1)
+cluster = autopar.Cluster.detect(device_type="cuda")
+ids = torch.randint(1000, (8, 256), generator=torch.Generator().manual_seed(0)).cuda()
+batch = {"input_ids": ids, "labels": ids}
+found = {}
+for name, hints in LAYOUTS.items():
+    torch.manual_seed(6)
+    sizes = {"vocab_size": 1000, "n_positions": 256, "n_embd": 512, "n_layer": 4, "n_head": 8}
+    config = GPT2Config(**sizes, **DROPOUTS, use_cache=False, loss_type="ForCausalLMLoss")
+    model = GPT2LMHeadModel(config).train()
+    make = functools.partial(autopar.optim.AdamW, lr=1e-3, bucket_elements=1 << 18)
+    parallel = autopar.compile(model, cluster, batch, optimizer=make, hints=hints)
+    optimizer = make(parallel.parameters())
+    losses = []
+    for step in range(4):
+        torch.cuda.reset_peak_memory_stats()
+        value = parallel(batch)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(value.item())
+        del value
+    torch.cuda.synchronize()
+    # What libraries hold between steps is no part of a plan.
+    own = [p.to_local() for p in parallel.parameters()]
+    states = [v for s in optimizer.state.values() for v in s.values() if v.ndim]
+    own += [getattr(v, "to_local", lambda v=v: v)() for v in states]
+    held = sum(v.nbytes for v in (*own, *parallel.buffers(), ids) if v.is_cuda)
+    library = torch.cuda.memory_allocated() - held
+    peak = torch.cuda.max_memory_allocated() - library
+    predicted = parallel.plan.prediction.memory.total_bytes
+    print(f"{name}: {peak:,} bytes, predicted {predicted:,}; of libraries {library:,}")
+    assert abs(peak - predicted) <= 0.01 * predicted + (1 << 20), name
+    found[name] = losses, [v.full_tensor().cpu() for v in parallel.parameters()]
+    del parallel, optimizer, own, states
+    gc.collect()
+microbatches = found.pop("all in microbatches")
+torch.testing.assert_close(microbatches[0], found["kept"][0], rtol=1e-4, atol=1e-4)
+for name in found:
+    assert found[name][0] == found["kept"][0], name
+    assert all(map(torch.equal, found[name][1], found["kept"][1])), name
+print("ENDED")
+"""
+
+
+@pytest.mark.gpu
+def test_host_memory_and_recompute_on_cuda_change_no_bit_and_hold_what_is_predicted() -> None:
+    import torch
+
+    devices = min(2, torch.cuda.device_count())
+    ended = run_torchrun(MEMORY, world_size=devices, timeout_s=600)
+    assert ended.stdout.count("ENDED") == devices, ended.stdout + ended.stderr

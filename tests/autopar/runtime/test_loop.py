@@ -14,6 +14,7 @@ from autopar.cost.node import NodeCost, axis_seconds
 from autopar.ir.sharding import Mesh
 from autopar.lower.program import Program
 from autopar.lower.spmd import lower
+from autopar.options import OptimizerSpec
 from autopar.runtime.loop import build
 from autopar.runtime.measure import LiveBytes
 from autopar.runtime.module import AxisGroup
@@ -22,7 +23,7 @@ from autopar.search.build import build_problem
 from autopar.search.decode import decode
 from autopar.search.intra import solve
 from autopar.search.restrict import Restrictions
-from autopar.search.space import StateBytes
+from autopar.search.space import Updates
 from cost_models.cluster import Cluster
 from tests.oracles.models import Built, llama, mlp
 from tests.oracles.slow import slow_core
@@ -36,8 +37,8 @@ def programs_of(built: Built, microbatches: int) -> tuple[list[Program], dict[st
     mesh = Mesh(("a",), (1,)).with_time(microbatches)
     cluster = Cluster.local(1)
     cost = NodeCost(slow_core(), mesh, axis_seconds(cluster, mesh))
-    states = StateBytes(per_element=8.0, update_bytes_per_s=1e9)
-    problem = build_problem(analysis, mesh, cost, states, Restrictions())
+    updates = Updates(OptimizerSpec(state_bytes=8.0), 1e9)
+    problem = build_problem(analysis, mesh, cost, updates, Restrictions())
     stage = decode(problem, analysis, solve(problem.problem))
     times = [(m,) for m in range(microbatches)] if mesh.time_axis is not None else [()]
     programs = [

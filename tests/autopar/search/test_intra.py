@@ -41,6 +41,7 @@ def problems(draw: st.DrawFn) -> Problem:
                 seconds=tuple(draw(cost) for _ in range(options)),
                 resident_bytes=tuple(draw(size) for _ in range(options)),
                 gradient_bytes=tuple(draw(size) for _ in range(options)),
+                update_bytes=tuple(draw(size) for _ in range(options * draw(st.integers(0, 1)))),
             )
         )
     values = []
@@ -161,7 +162,11 @@ def offloading_problems(draw: st.DrawFn) -> Problem:
     )
     part = st.sampled_from((0.5, 1.0))
     nodes = tuple(
-        replace(node, state_bytes=tuple(draw(part) * size for size in node.resident_bytes))
+        replace(
+            node,
+            state_bytes=tuple(draw(part) * size for size in node.resident_bytes),
+            update_bytes=(),
+        )
         if draw(st.booleans())
         else node
         for node in plain.nodes
@@ -187,6 +192,7 @@ def homed_problems(draw: st.DrawFn) -> Problem:
         nodes[node],
         resident_bytes=sizes + none,
         gradient_bytes=plain.nodes[node].gradient_bytes + none,
+        update_bytes=plain.nodes[node].update_bytes and plain.nodes[node].update_bytes + none,
         state_bytes=plain.nodes[node].state_bytes and plain.nodes[node].state_bytes + none,
         host_bytes=none + sizes,
         least_host=draw(st.sampled_from((0.0, 0.0, 1.0))) if any(sizes) else 0.0,
@@ -317,7 +323,9 @@ def test_what_runs_again_may_be_read_in_two_layouts() -> None:
 @settings(max_examples=100, deadline=None)
 @given(problems(), st.integers(0, 40))
 def test_what_is_best_at_a_price_is_fastest_within_its_memory(problem: Problem, price: int) -> None:
-    nodes = tuple(replace(n, gradient_bytes=(0.0,) * len(n.seconds)) for n in problem.nodes)
+    nodes = tuple(
+        replace(n, gradient_bytes=(0.0,) * len(n.seconds), update_bytes=()) for n in problem.nodes
+    )
     each_s = price * 2.0**-30
     open_ = replace(problem, nodes=nodes, memory_limit_bytes=None)
     found = solve(replace(open_, price=BytePrice(each_s, each_s)), gap=0.0)
@@ -383,7 +391,10 @@ def scaled(problem: Problem, factor: float) -> Problem:
         problem,
         nodes=tuple(
             replace(
-                n, resident_bytes=times(n.resident_bytes), gradient_bytes=times(n.gradient_bytes)
+                n,
+                resident_bytes=times(n.resident_bytes),
+                gradient_bytes=times(n.gradient_bytes),
+                update_bytes=times(n.update_bytes),
             )
             for n in problem.nodes
         ),

@@ -14,6 +14,7 @@ from autopar.capture import capture_step
 from autopar.cost.node import NodeCost, axis_seconds
 from autopar.hint import Hint
 from autopar.ir.sharding import WHOLE, Mesh, Split
+from autopar.options import OptimizerSpec
 from autopar.plan.records import Plan
 from autopar.plan.serialize import to_json
 from autopar.planner.driver import make_plan
@@ -22,7 +23,7 @@ from autopar.search.analysis import Analysis, analyse
 from autopar.search.build import build_problem
 from autopar.search.intra import solve
 from autopar.search.restrict import Restrictions
-from autopar.search.space import StateBytes
+from autopar.search.space import Updates
 from cost_models.cluster import Cluster
 from tests.oracles.models import MODELS, llama
 
@@ -40,9 +41,9 @@ def planned(analysis: Analysis, ranks: int, *hints: Hint) -> Plan:
 def objective_s(analysis: Analysis, mesh: Mesh, limit_bytes: float | None = None) -> float:
     cluster = Cluster.preset("a100")
     cost = NodeCost(cluster.device(0), mesh, axis_seconds(cluster, mesh))
-    states = StateBytes(per_element=8.0, update_bytes_per_s=1e9)
+    updates = Updates(OptimizerSpec(state_bytes=8.0), 1e9)
     built = build_problem(
-        analysis, mesh, cost, states, Restrictions(), memory_limit_bytes=limit_bytes
+        analysis, mesh, cost, updates, Restrictions(), memory_limit_bytes=limit_bytes
     )
     solution = solve(built.problem, gap=1e-7)
     assert solution.status == "optimal"
