@@ -64,6 +64,11 @@ def overload(op: str) -> TorchOp:
         ) from None
 
 
+def runs_on_dense(op: str) -> bool:
+    """Whether operands of an op that are not contiguous are copied before it runs."""
+    return op.split(".")[0] not in _OWN or op in _DENSE
+
+
 @cache
 def resolve(op: str) -> TorchOp:
     """The callable that runs an op on real tensors.
@@ -77,7 +82,7 @@ def resolve(op: str) -> TorchOp:
     if op == "aten.view.default":
         return torch.reshape
     found = overload(op)
-    if op.split(".")[0] in _OWN and op not in _DENSE:
+    if not runs_on_dense(op):
         return found
 
     def on_contiguous(*args: Any, **kwargs: Any) -> Any:

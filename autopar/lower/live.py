@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.capture.ops import runs_on_dense
 from autopar.ir.graph import Phase, Ref, TensorType
 from autopar.lower.program import (
     ALL_REDUCE,
@@ -26,7 +27,7 @@ from autopar.lower.program import (
     Instruction,
     Program,
 )
-from autopar.lower.strides import Strides, dense, result_strides, view_strides
+from autopar.lower.strides import Strides, dense, is_dense, result_strides, view_strides
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,9 +130,23 @@ class _Walk:
             if instruction.op == TO_HOST or self._reads_host(instruction):
                 self.on_host.add(ref)
         if strides is None:
+            self._add_copies(at)
             read = [(self.types[ref].shape, self.strides[ref]) for ref in operands]
             for index, found in enumerate(result_strides(instruction, read)):
                 self.strides[Ref(instruction.name, index)] = found
+
+    def _add_copies(self, at: int) -> None:
+        """Count the contiguous copies of operands that an op runs on, beside its results."""
+        instruction = self.instructions[at]
+        if instruction.view or not runs_on_dense(instruction.op):
+            return
+        given = (*instruction.args, *dict(instruction.kwargs).values())
+        laid = [arg for arg in given if isinstance(arg, Ref)]
+        strewn = [r for r in laid if not is_dense(self.types[r].shape, self.strides[r])]
+        for index, ref in enumerate(strewn, len(instruction.outputs)):
+            copy = Ref(instruction.name, index)
+            self.num_bytes[copy] = self.types[ref].num_bytes
+            self.made[copy] = self.last[copy] = at
 
     def _reads_host(self, instruction: Instruction) -> bool:
         """Whether it works on what is in host memory, so that it does so there."""

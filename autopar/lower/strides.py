@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from operator import mul
 
+from autopar.capture.ops import runs_on_dense
 from autopar.ir.graph import Const
 from autopar.lower.program import COPIES, WAIT, Instruction
 from autopar.rules import pointwise
@@ -181,6 +182,7 @@ _VIEWS: Mapping[str, ViewStrides] = {
     "aten.split.Tensor": _same,
     "aten.split_with_sizes.default": _same,
     "aten.alias.default": _same,
+    "aten.contiguous.default": _same,
     "aten.detach.default": _same,
     WAIT: _same,
 }
@@ -205,8 +207,9 @@ def view_strides(instruction: Instruction, shape: Shape, strides: Strides) -> St
     """
     if instruction.op == "aten.reshape.default":
         return viewed(shape, strides, instruction.outputs[0].shape)
-    if instruction.op == "aten.contiguous.default":
-        return strides if is_dense(shape, strides) else None
+    needs_dense = instruction.op == "aten.contiguous.default" or runs_on_dense(instruction.op)
+    if needs_dense and not is_dense(shape, strides):
+        return None
     made = _VIEWS.get(instruction.op)
     if made is None:
         return dense(instruction.outputs[0].shape)

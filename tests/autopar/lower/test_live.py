@@ -62,11 +62,33 @@ PLANS: Mapping[str, tuple[int, Mapping[str, int]]] = {
 }
 
 
+class Turned(nn.Module):
+    """Views and a normalisation of what does not lie as they need it."""
+
+    def __init__(self, last: str) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 64)
+        self.norm = nn.GroupNorm(4, 8)
+        self.last = last
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.up(x).view(-1, 8, 8))
+        if self.last == "norm":
+            return self.norm(h.transpose(1, 2))
+        turned = torch.polar(h.abs(), h)
+        return torch.view_as_real(turned * turned.conj() + turned).sum(-1)
+
+
+TURNED = {
+    last: (functools.partial(Turned, last), CASES["mlp"][1], square) for last in ("norm", "complex")
+}
+
+
 class Subject:
     """A captured model with the tensors that enter its programs."""
 
     def __init__(self, name: str, precision: Precision | None = None) -> None:
-        make, batch, loss = CASES[name]
+        make, batch, loss = {**CASES, **TURNED}[name]
         torch.manual_seed(0)
         model = make()
         captured: Captured = capture_step(
@@ -113,6 +135,16 @@ def subject(request: pytest.FixtureRequest) -> Subject:
 def test_live_bytes_are_exact_in_mixed_precision(plan: str) -> None:
     subject = Subject("mlp", precision_of("bf16"))
     assert_same_bytes(subject, subject.planned(*PLANS[plan]))
+
+
+@pytest.mark.parametrize("name", TURNED)
+def test_contiguous_copies_of_operands_are_counted(name: str) -> None:
+    subject = Subject(name)
+    programs = subject.programs(subject.planned(*PLANS["single"]))
+    counts, _ = counted_peaks(programs, subject.values)
+    for program, count in zip(programs, counts, strict=True):
+        live = live_bytes(byte_changes(program, storages(program)))
+        assert int(live[:, DEVICE].max()) == count.peak_bytes
 
 
 def copying(link_bytes_per_s: float) -> Prices:
