@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any
@@ -22,7 +22,7 @@ from autopar.capture.alone import Alone
 from autopar.capture.cache import RememberedCaptures, stored_capture
 from autopar.capture.precision import Precision, check_held, dtype_of, precision_of
 from autopar.cost.node import axis_seconds
-from autopar.errors import AutoparError, PlanError, UnsupportedError
+from autopar.errors import AutoparError, HintError, PlanError, UnsupportedError
 from autopar.hint import Hint, PerMicrobatch, hint_of
 from autopar.ir.graph import KEY, PARAMETER, Graph, Node, Ref
 from autopar.ir.sharding import Mesh
@@ -108,7 +108,7 @@ def compile(
         loss=loss,
         spec=optimizer_spec(optimizer, _device_type(cluster)),
         precision=_checked(precision, model, optimizer),
-        hints=tuple(hints),
+        hints=_listed(hints),
         init=init,
         options=options or Options(),
     )
@@ -218,14 +218,28 @@ def planner(
             steps[alone] = analyse(captured.graph, rules_by_op(options)), request
         return steps[alone]
 
-    def plan_under(hints: Sequence[Hint]) -> Plan:
+    def plan_under(given: Sequence[Hint]) -> Plan:
+        hints = _listed(given)
+
         def hinted(count: int) -> tuple[Analysis, Request]:
             analysis, request = step_of(_alone(hints, count))
-            return analysis, replace(request, hints=tuple(hints))
+            return analysis, replace(request, hints=hints)
 
         return best_plan(hinted)
 
     return plan_under
+
+
+def _listed(hints: Sequence[Hint]) -> tuple[Hint, ...]:
+    """The hints of a list.
+
+    Raises:
+        HintError: It is one hint, or nothing of the kind.
+    """
+    given: object = hints
+    if isinstance(given, str | Hint) or not isinstance(given, Iterable):
+        raise HintError(f"cannot use hints={hints}: give a list of hints, hints=[{hints}]")
+    return tuple(hints)
 
 
 def _check_hints(plan: Plan | None, hints: Sequence[Hint]) -> None:
@@ -272,6 +286,11 @@ def optimizer_spec(optimizer: Optimizer, device_type: str) -> OptimizerSpec:
     if isinstance(optimizer, OptimizerSpec):
         return optimizer
     own = optimizer or torch.optim.AdamW
+    if not isinstance(own, type | functools.partial):
+        raise UnsupportedError(
+            f"cannot use a {type(own).__name__} as optimizer=: a plan is made before there are its "
+            "parameters; give its class, a functools.partial of that, or an autopar.OptimizerSpec"
+        )
     partial = own if isinstance(own, functools.partial) else functools.partial(own)
     kind: Any = partial.func
     options = partial.keywords

@@ -266,14 +266,24 @@ def _degree(name: str, value: int | Sequence[int] | None) -> Degree:
     return numbers if several else value  # type: ignore[return-value]
 
 
+def _pattern(pattern: str) -> str:
+    """A pattern, checked: a text that can match."""
+    if not isinstance(pattern, str) or not pattern:
+        raise HintError(
+            f"cannot use {pattern!r} as the pattern of a hint: it is a glob over names, a text "
+            "such as 'layers.*'"
+        )
+    return pattern
+
+
 def shard(pattern: str, dim: int, axis: str) -> Shard:
     """Use the parameters that match split along ``dim`` over the mesh axis or role ``axis``."""
-    return Shard(pattern, dim, axis)
+    return Shard(_pattern(pattern), dim, axis)
 
 
 def replicate(pattern: str) -> Replicate:
     """Store and use the parameters that match whole on every rank."""
-    return Replicate(pattern)
+    return Replicate(_pattern(pattern))
 
 
 _UNITS = {"B": 1.0, "kB": 1e3, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
@@ -288,12 +298,13 @@ def memory_limit(limit: str | int) -> MemoryLimit:
     """
     if isinstance(limit, int) and not isinstance(limit, bool) and limit > 0:
         return MemoryLimit(limit)
-    found = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]+)\s*", str(limit))
-    if not found or found[2] not in _UNITS or found[1].count(".") > 1 or float(found[1]) <= 0:
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]+)\s*", str(limit))
+    limit_bytes = int(float(found[1]) * _UNITS.get(found[2], 0)) if found else 0
+    if limit_bytes < 1:
         raise HintError(
             f"cannot use memory limit {limit!r}: it is not a size; write bytes or text like '60GiB'"
         )
-    return MemoryLimit(int(float(found[1]) * _UNITS[found[2]]))
+    return MemoryLimit(limit_bytes)
 
 
 def microbatches(count: int) -> Microbatches:
@@ -373,7 +384,7 @@ def recompute(pattern: str) -> Recompute:
     Args:
         pattern: Glob over module paths; everything inside a module that matches belongs to it.
     """
-    return Recompute(pattern)
+    return Recompute(_pattern(pattern))
 
 
 def keep(pattern: str) -> Keep:
@@ -382,7 +393,7 @@ def keep(pattern: str) -> Keep:
     Args:
         pattern: Glob over module paths; everything inside a module that matches belongs to it.
     """
-    return Keep(pattern)
+    return Keep(_pattern(pattern))
 
 
 def offload(pattern: str, what: str | None = None) -> Offload | OffloadStates:
@@ -407,12 +418,12 @@ def offload(pattern: str, what: str | None = None) -> Offload | OffloadStates:
             f"cannot offload {what!r} of modules {pattern!r}: activations and parameters are what "
             "modules can put into host memory"
         )
-    return Offload(pattern, what)
+    return Offload(_pattern(pattern), what)
 
 
 def cut_before(pattern: str) -> CutBefore:
     """Begin a pipeline stage, or a chunk of one, before every module that matches."""
-    return CutBefore(pattern)
+    return CutBefore(_pattern(pattern))
 
 
 def stage(pattern: str, number: int) -> Stage:
@@ -423,7 +434,7 @@ def stage(pattern: str, number: int) -> Stage:
     """
     if not isinstance(number, int) or number < 0:
         raise HintError(f"cannot use {number!r} as a pipeline stage: it is a number, 0 or more")
-    return Stage(pattern, number)
+    return Stage(_pattern(pattern), number)
 
 
 def per_microbatch(pattern: str) -> PerMicrobatch:
@@ -440,7 +451,7 @@ def per_microbatch(pattern: str) -> PerMicrobatch:
             function that a module's forward calls by its name has the module's path and that name:
             ``"load_balancing_loss_func"`` is what a Mixtral of transformers calls itself.
     """
-    return PerMicrobatch(pattern)
+    return PerMicrobatch(_pattern(pattern))
 
 
 def hint_of(text: str) -> Hint | None:

@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from autopar.errors import UnsupportedError
 from autopar.ir.graph import DTYPE_BYTES
 from autopar.rules.notation import RuleMaker
 from autopar.rules.table import UserRule
+
+_TINY = sys.float_info.min
+
+
+def _check(
+    name: str,
+    value: object,
+    what: str,
+    least: float = 0.0,
+    most: float = math.inf,
+    *,
+    whole: bool = False,
+) -> None:
+    """Refuse what is no such number.
+
+    Raises:
+        UnsupportedError: It is not, or lies outside of ``least`` to ``most``.
+    """
+    kinds = int if whole else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
+        raise UnsupportedError(f"cannot use {value!r} as {name}: give {what}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +68,15 @@ class OptimizerSpec:
     transients: Transients = Transients()
     moments: int | None = None
     host_bucket_elements: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("state_bytes", "step_transient_bytes"):
+            _check(f"OptimizerSpec({name}=...)", getattr(self, name), "bytes, 0 or more")
+        for name, least in (("moments", 0), ("host_bucket_elements", 1)):
+            value = getattr(self, name)
+            if value is not None:
+                what = f"a whole number, {least} or more"
+                _check(f"OptimizerSpec({name}=...)", value, what, least, whole=True)
 
     def element_bytes(self, dtype: str) -> float:
         """State of one element of a parameter of this dtype, in bytes."""
@@ -90,6 +123,13 @@ class Options:
     rules: tuple[UserRule, ...] = ()
     check: bool = True
     timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        _check("Options(time_limit_s=...)", self.time_limit_s, "seconds, 0 or more")
+        _check("Options(timeout_s=...)", self.timeout_s, "seconds, more than 0", _TINY)
+        if self.memory_fraction is not None:
+            what = "a part of the device's memory, more than 0 and at most 1"
+            _check("Options(memory_fraction=...)", self.memory_fraction, what, _TINY, 1.0)
 
 
 def rules_by_op(options: Options) -> Mapping[str, RuleMaker]:

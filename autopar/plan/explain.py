@@ -22,6 +22,7 @@ from autopar.plan.text import (
     alone_text,
     collective_table,
     copies_text,
+    home_text,
     legend,
     mesh_text,
     op_of,
@@ -145,21 +146,22 @@ def _parameters(
             _short(p.name, roots),
             (
                 dims_text(shape),
-                sharding_text(p.stored, mesh),
+                f"{sharding_text(p.stored, mesh)}{home_text(p)}",
                 bytes_text(local),
                 " then ".join(sharding_text(s, mesh) for s in used) or "not used",
-                "; ".join(_change(p.stored, s, mesh) for s in used) or "only kept",
+                "; ".join(_change(p, s, mesh) for s in used) or "only kept",
             ),
         )
 
 
-def _change(stored: Sharding, used: Sharding, mesh: Mesh) -> str:
+def _change(parameter: ParameterPlan, used: Sharding, mesh: Mesh) -> str:
     """What happens to a parameter between storage and use."""
-    axes = list(zip(mesh.names, stored, used, strict=True))
+    axes = list(zip(mesh.names, parameter.stored, used, strict=True))
     gathered = [n for n, s, u in axes if isinstance(s, Split) and not isinstance(u, Split)]
     cut = [n for n, s, u in axes if isinstance(u, Split) and not isinstance(s, Split)]
     moved = [n for n, s, u in axes if isinstance(s, Split) and isinstance(u, Split) and s != u]
-    words = [
+    words = ["brought to the device"] if parameter.on_host else []
+    words += [
         f"{verb} over {', '.join(names)}"
         for verb, names in (("gathered", gathered), ("cut", cut), ("moved", moved))
         if names

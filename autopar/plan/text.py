@@ -282,12 +282,12 @@ def parameter_cells(parameter: ParameterPlan, mesh: Mesh) -> tuple[str, ...]:
     stored = sharding_text(parameter.stored, mesh)
     return (
         dims_text(parameter.type.shape),
-        f"{stored}{_home_text(parameter)}",
+        f"{stored}{home_text(parameter)}",
         words if parameter.trainable else f"{words}, frozen",
     )
 
 
-def _home_text(parameter: ParameterPlan) -> str:
+def home_text(parameter: ParameterPlan) -> str:
     """What of a parameter is in host memory."""
     if parameter.on_host:
         return ", on host"

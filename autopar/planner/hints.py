@@ -81,7 +81,7 @@ class Settled:
     def usable_bytes(self, device: Device) -> int:
         """Bytes that a rank on this device may use."""
         if self.memory_limit_bytes is not None:
-            return self.memory_limit_bytes
+            return min(self.memory_limit_bytes, device.memory_bytes)
         return int(device.memory_bytes * self.memory_fraction)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from autopar import hint
+from autopar.errors import HintError
 
 TEXTS = {
     "hint.degrees(dp=2, tp=(4, 2), pp=2)": hint.degrees(dp=2, tp=(4, 2), pp=2),
@@ -43,3 +46,19 @@ def test_a_hint_is_the_call_that_makes_it(text: str) -> None:
 )
 def test_other_texts_are_no_hints(text: str) -> None:
     assert hint.hint_of(text) is None
+
+
+MAKERS = (hint.recompute, hint.keep, hint.offload, hint.replicate, hint.cut_before)
+
+
+@pytest.mark.parametrize("make", [*MAKERS, hint.per_microbatch])
+def test_a_pattern_is_a_text(make: Any) -> None:
+    for pattern in (None, 3, ""):
+        with pytest.raises(HintError, match="as the pattern of a hint"):
+            make(pattern)
+
+
+@pytest.mark.parametrize("limit", [0, -5, 1e9, float("nan"), ".GiB", "0.1B", "1GB2", "16", None])
+def test_a_limit_is_a_size(limit: Any) -> None:
+    with pytest.raises(HintError, match="it is not a size"):
+        hint.memory_limit(limit)

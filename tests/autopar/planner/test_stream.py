@@ -135,6 +135,9 @@ def test_a_hint_puts_all_parameters_on_the_host(
     assert size * microbatches < brought <= 2 * size * microbatches
     assert copies["to_host", "gradients"].num_bytes == size * microbatches - late
     assert "on host" in str(plan) and "state on host" not in str(plan)
+    told = plan.explain()
+    assert "whole, on host" in told and "brought to the device" in told
+    assert "read as stored" not in told
     # The update: in come parameter, gradient and two moments, out go all but the gradient.
     # The first piece to come and the last to go have nothing beside them.
     piece = 4 * piece_elements(BUCKET)
