@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from autopar.errors import UnsupportedError
 from autopar.runtime.host import Copies, computes_on, host_zeros, settle
 from autopar.runtime.optimizer import has_host_state, is_at_home
+from autopar.runtime.params import lying_as
 from cost_models.memory import PIECES, piece_elements
 
 BUCKET_ELEMENTS = 1 << 24
@@ -89,6 +91,11 @@ class AdamW(torch.optim.AdamW):
             maximize: Step up the gradient.
             bucket_elements: Half of the elements whose state is on the device at once.
         """
+        if not isinstance(bucket_elements, int) or bucket_elements < 1:
+            raise UnsupportedError(
+                f"cannot use {bucket_elements!r} as bucket_elements: it is a number of elements, 1 "
+                "or more"
+            )
         super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize)
         self.bucket_elements = bucket_elements
         self._copies: dict[torch.device, Copies] = {}
@@ -128,15 +135,36 @@ class AdamW(torch.optim.AdamW):
                     }
         return found
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As of torch's AdamW.
+
+        Raises:
+            UnsupportedError: Of a group with ``amsgrad``, whose third moment it does not have.
+        """
+        super().add_param_group(param_group)
+        _check_group(self.param_groups[-1])
+
+    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As of torch's AdamW; what belongs into host memory goes there."""
+        """As of torch's AdamW; moments go where their parameters lie, or into host memory.
+
+        Args:
+            state_dict: Moments are DTensors of any placements, or whole tensors.
+
+        Raises:
+            UnsupportedError: It was saved by an AdamW with ``amsgrad``.
+        """
+        for group in state_dict["param_groups"]:
+            _check_group(group)
         super().load_state_dict(state_dict)
         for parameter, state in self.state.items():
-            if has_host_state(parameter):
-                for name in MOMENTS:
-                    given = state[name]
+            for name in MOMENTS:
+                if isinstance(parameter, DTensor):
+                    state[name] = lying_as(parameter, state[name])
+                if has_host_state(parameter):
+                    given = _local(state[name])
                     state[name] = _on_host(parameter)
-                    _local(state[name]).copy_(_local(given))
+                    _local(state[name]).copy_(given)
 
     def _begin(self, parameter: Tensor) -> None:
         """Make the state of a parameter that has none."""
@@ -175,6 +203,15 @@ class AdamW(torch.optim.AdamW):
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def _check_group(group: Mapping[str, Any]) -> None:
+    """Refuse what torch's AdamW would do to a group and this one does not."""
+    if group.get("amsgrad"):
+        raise UnsupportedError(
+            "cannot update parameters with amsgrad=True: autopar.optim.AdamW keeps no largest "
+            "second moment; use torch.optim.AdamW and plan with it, or amsgrad=False"
+        )
 
 
 def _by_device(parameters: Iterable[Tensor]) -> dict[torch.device, list[Tensor]]:

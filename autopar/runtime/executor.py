@@ -336,6 +336,12 @@ class ParallelModule(nn.Module):
             "values of its state_dict"
         )
 
+    def __getstate__(self) -> Any:
+        raise UnsupportedError(
+            "cannot copy or pickle a compiled model: its groups and steps belong to this process; "
+            "save its state_dict, and its plan by plan.save()"
+        )
+
     def _need_plan(self, what: str) -> None:
         if self._autopar.plan is None:
             raise UnsupportedError(

@@ -283,15 +283,24 @@ def load_value(name: str, own: Tensor, value: Tensor) -> None:
             f"cannot load {name!r}: the saved shape is {list(value.shape)}, the model's "
             f"{list(own.shape)}; load a state of this model"
         )
-    if isinstance(own, DTensor) and isinstance(value, DTensor):
-        if value.device_mesh == own.device_mesh:
-            own.copy_(value.redistribute(placements=own.placements))
-        else:
-            own.copy_(wrap_whole(own, value.full_tensor()))
-    elif isinstance(own, DTensor):
-        own.copy_(wrap_whole(own, value))
+    if isinstance(own, DTensor):
+        own.copy_(lying_as(own, value))
     else:
         own.copy_(value.full_tensor() if isinstance(value, DTensor) else value)
+
+
+def lying_as(like: DTensor, value: Tensor) -> DTensor:
+    """A value of the shape of ``like`` with its placements, on its mesh.
+
+    Args:
+        like: Says where to.
+        value: DTensor of any placements and mesh, or the whole tensor.
+    """
+    if not isinstance(value, DTensor):
+        return wrap_whole(like, value)
+    if value.device_mesh != like.device_mesh:
+        return wrap_whole(like, value.full_tensor())
+    return value.redistribute(placements=like.placements)
 
 
 def wrap_whole(like: DTensor, full: Tensor) -> DTensor:

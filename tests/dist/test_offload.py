@@ -55,6 +55,7 @@ def trained(ranks: int, layout: str) -> dict[str, Any]:
     """Losses and parameters with nothing and with everything in host memory."""
     found: dict[str, Any] = {}
     plan: Plan | None = None
+    saved: dict[str, Any] = {}
     for place in ("device", "host"):
         model, batch, loss = MODELS["gpt2"]()
         parallel = autopar.compile(
@@ -78,6 +79,11 @@ def trained(ranks: int, layout: str) -> dict[str, Any]:
                 optimizer.zero_grad()
                 losses.append(value.detach().clone())
         state = sum(2 * p.to_local().nbytes for p in parallel.parameters())
+        saved = saved or optimizer.state_dict()
+        again = type(optimizer)(parallel.parameters())
+        again.load_state_dict(saved)
+        for one, other in zip(optimizer.state.values(), again.state.values(), strict=True):
+            assert all(torch.equal(whole(one[name]), whole(other[name])) for name in one)
         found[place] = {
             "losses": losses,
             "parameters": {name: whole(p) for name, p in parallel.named_parameters()},

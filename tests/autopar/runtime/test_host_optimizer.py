@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from autopar import optim
+from autopar.errors import UnsupportedError
 from autopar.optim import AdamW
 from autopar.runtime.host import Copies
 from autopar.runtime.measure import LiveBytes
@@ -133,6 +134,17 @@ def test_parameters_at_home_on_the_host_come_in_buckets_with_their_gradients() -
     # As above, with parameter and gradient: 16 bytes an element of two buckets.
     assert 32 * 199 <= count.peak_bytes <= (32 + 12) * 200 + 64
     assert count.live_bytes == 0
+
+
+def test_what_it_does_not_do_is_refused() -> None:
+    parameters = list(model().parameters())
+    with pytest.raises(UnsupportedError, match="amsgrad=True"):
+        AdamW([{"params": parameters, "amsgrad": True}])
+    own, saved = AdamW(parameters), torch.optim.AdamW(parameters, amsgrad=True).state_dict()
+    with pytest.raises(UnsupportedError, match="amsgrad=True"):
+        own.load_state_dict(saved)
+    with pytest.raises(UnsupportedError, match="0 as bucket_elements"):
+        AdamW(parameters, bucket_elements=0)
 
 
 def test_a_state_dict_goes_to_torchs_adamw_and_back() -> None:
