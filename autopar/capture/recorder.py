@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,9 @@ _FAKE_ERRORS = (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
+MOST_STEPS = 200_000
+"""Ops of a step. Llama 3 405B has 29,130; only loops make more."""
+
 _PLAIN = frozenset({int, float, bool, str, type(None)})
 _CONSTANT_KINDS = {
     torch.dtype: "dtype",
@@ -194,6 +198,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         step = self.tape.append(func, facts.name, read, named, outputs)
         step.phase = self.phase
         step.source = self._source()
+        if len(self.tape.steps) > MOST_STEPS:
+            raise self._too_long()
         if facts.mutable:
             self._note_writes(func, read, named)
             self._shapes.forget(outputs)
@@ -346,6 +352,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"cannot capture autocast of device type 'cuda' in {self._source()}: the step is "
                 "captured without a GPU, where it casts nothing; use precision= instead"
             )
+
+    def _too_long(self) -> CaptureError:
+        """Of a loop, which is written out turn by turn."""
+        sources = Counter(step.source for step in self.tape.steps)
+        source, times = max(sources.items(), key=lambda item: (bool(item[0].line), item[1]))
+        return CaptureError(
+            f"cannot capture the step: it has more than {MOST_STEPS:,} ops, {times:,} of them from "
+            f"{source}, a loop of which every turn is captured; use a form without the loop, or "
+            "wrap it in a torch.library op with a rule of its own (autopar.rule)"
+        )
 
     def _cannot_fake(self, name: str, error: Exception) -> CaptureError:
         where = self._source()

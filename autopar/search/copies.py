@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from autopar.ir.alias import Alias
 from autopar.ir.graph import PARAMETER, SOURCE_OPS, Graph, Node, Ref
-from autopar.search.fold import Folding, constants_of
+from autopar.search.fold import Folding, like
 
 MIN_COPIES = 6
 """Fewest members of a class whose copies are worth a number."""
@@ -206,8 +206,8 @@ def _add_read_by_one(
 
 
 def _what(node: Node) -> Hashable:
-    constants = tuple(constants_of(arg) for arg in node.args)
-    named = tuple((key, constants_of(arg)) for key, arg in node.kwargs)
+    constants = tuple(like(arg) for arg in node.args)
+    named = tuple((key, like(arg)) for key, arg in node.kwargs)
     return node.op, node.phase, constants, named, node.outputs
 
 

@@ -8,7 +8,7 @@ its copies are one class. Any partition into classes of equal signatures is a co
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -61,7 +61,7 @@ def fold(
     ids: dict[Hashable, int] = {}
     signs = np.array(
         [
-            ids.setdefault((signature(n, graph, aliases), _marks(n, carried)), len(ids))
+            ids.setdefault((signature(n, graph, aliases, like), _marks(n, carried)), len(ids))
             for n in nodes
         ],
         dtype=np.int64,
@@ -106,8 +106,21 @@ def _root(ref: Ref, aliases: Mapping[Ref, Alias]) -> Ref:
     return aliases[ref].root if ref in aliases else ref
 
 
-def signature(node: Node, graph: Graph, aliases: Mapping[Ref, Alias]) -> Hashable:
-    """What must agree for two nodes to have the same strategies and costs."""
+def signature(
+    node: Node,
+    graph: Graph,
+    aliases: Mapping[Ref, Alias],
+    said: Callable[[Arg], Hashable] | None = None,
+) -> Hashable:
+    """What must agree for two nodes to have the same rule, or the same strategies and costs.
+
+    Args:
+        node: One of them.
+        graph: Whose it is.
+        aliases: Views to look through.
+        said: What counts of an argument: by default all that rules may read, of a class `like`.
+    """
+    constants_in = said or constants_of
     operands: list[Hashable] = []
     for ref in node.operands:
         alias = aliases.get(ref)
@@ -115,17 +128,17 @@ def signature(node: Node, graph: Graph, aliases: Mapping[Ref, Alias]) -> Hashabl
             operands.append((graph.type_of(ref), ()))
         else:
             views = tuple(
-                (view.op, tuple(constants_of(arg) for arg in view.args), view.outputs)
+                (view.op, tuple(constants_in(arg) for arg in view.args), view.outputs)
                 for view in (graph.by_name[name] for name in alias.chain)
             )
             operands.append((graph.type_of(alias.root), views))
-    constants = tuple(constants_of(arg) for arg in node.args)
-    named = tuple((key, constants_of(arg)) for key, arg in node.kwargs)
+    constants = tuple(constants_in(arg) for arg in node.args)
+    named = tuple((key, constants_in(arg)) for key, arg in node.kwargs)
     return node.op, node.phase, constants, named, tuple(operands), node.outputs
 
 
 def constants_of(arg: Arg) -> Hashable:
-    """What of an argument must agree for two nodes to be alike: all but which values it names."""
+    """What of an argument rules may read: all but which values it names."""
     if isinstance(arg, Ref):
         return "*"
     if isinstance(arg, tuple):
@@ -133,6 +146,19 @@ def constants_of(arg: Arg) -> Hashable:
     if isinstance(arg, Const) and arg.kind == STREAM:
         return STREAM
     return (type(arg).__name__, arg)
+
+
+def like(arg: Arg) -> Hashable:
+    """What of an argument must agree for two nodes to be split and priced alike.
+
+    Of a factor, a probability or an eps that is whether it is zero, so that blocks which drop
+    their paths with growing probability are alike.
+    """
+    if isinstance(arg, tuple):
+        return tuple(like(item) for item in arg)
+    if isinstance(arg, float):
+        return ("float", arg == 0)
+    return constants_of(arg)
 
 
 def _fold_runs(

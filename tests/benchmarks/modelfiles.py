@@ -29,7 +29,7 @@ class ModelFile:
     seq: int | None = None
 
 
-def _of(kind: str, architecture: str, **sizes: Any) -> Mapping[str, Any]:
+def _config(kind: str, architecture: str, **sizes: Any) -> Mapping[str, Any]:
     return {"model_type": kind, "architectures": [architecture], **sizes}
 
 
@@ -45,19 +45,19 @@ _VISION_H = {
 
 MODEL_FILES: Mapping[str, ModelFile] = {
     "gpt2-xl": ModelFile(
-        config=_of("gpt2", "GPT2LMHeadModel", n_embd=1600, n_layer=48, n_head=25, **BF16),
+        config=_config("gpt2", "GPT2LMHeadModel", n_embd=1600, n_layer=48, n_head=25, **BF16),
         parameters="1.56",
         batch=64,
         seq=1024,
     ),
     "gpt-j-6b": ModelFile(
-        config=_of("gptj", "GPTJForCausalLM", **BF16),
+        config=_config("gptj", "GPTJForCausalLM", **BF16),
         parameters="6.05",
         batch=64,
         seq=2048,
     ),
     "gpt-neox-20b": ModelFile(
-        config=_of(
+        config=_config(
             "gpt_neox",
             "GPTNeoXForCausalLM",
             hidden_size=6144,
@@ -74,7 +74,7 @@ MODEL_FILES: Mapping[str, ModelFile] = {
         seq=2048,
     ),
     "falcon-40b": ModelFile(
-        config=_of(
+        config=_config(
             "falcon",
             "FalconForCausalLM",
             hidden_size=8192,
@@ -92,7 +92,7 @@ MODEL_FILES: Mapping[str, ModelFile] = {
         seq=2048,
     ),
     "opt-30b": ModelFile(
-        config=_of(
+        config=_config(
             "opt",
             "OPTForCausalLM",
             hidden_size=7168,
@@ -108,7 +108,7 @@ MODEL_FILES: Mapping[str, ModelFile] = {
         seq=2048,
     ),
     "bloom-7b1": ModelFile(
-        config=_of(
+        config=_config(
             "bloom",
             "BloomForCausalLM",
             hidden_size=4096,
@@ -122,7 +122,7 @@ MODEL_FILES: Mapping[str, ModelFile] = {
         seq=2048,
     ),
     "llama-2-70b": ModelFile(
-        config=_of(
+        config=_config(
             "llama",
             "LlamaForCausalLM",
             hidden_size=8192,
@@ -140,7 +140,7 @@ MODEL_FILES: Mapping[str, ModelFile] = {
         seq=4096,
     ),
     "qwen2.5-32b": ModelFile(
-        config=_of(
+        config=_config(
             "qwen2",
             "Qwen2ForCausalLM",
             hidden_size=5120,
@@ -158,7 +158,7 @@ MODEL_FILES: Mapping[str, ModelFile] = {
         seq=4096,
     ),
     "qwen3-8b": ModelFile(
-        config=_of(
+        config=_config(
             "qwen3",
             "Qwen3ForCausalLM",
             hidden_size=4096,
@@ -177,7 +177,7 @@ MODEL_FILES: Mapping[str, ModelFile] = {
         seq=4096,
     ),
     "mistral-7b": ModelFile(
-        config=_of(
+        config=_config(
             "mistral",
             "MistralForCausalLM",
             num_key_value_heads=8,
@@ -191,7 +191,7 @@ MODEL_FILES: Mapping[str, ModelFile] = {
         seq=8192,
     ),
     "gemma-2-9b": ModelFile(
-        config=_of(
+        config=_config(
             "gemma2",
             "Gemma2ForCausalLM",
             hidden_size=3584,
@@ -208,7 +208,7 @@ MODEL_FILES: Mapping[str, ModelFile] = {
         seq=4096,
     ),
     "gemma-3-27b": ModelFile(
-        config=_of(
+        config=_config(
             "gemma3_text",
             "Gemma3ForCausalLM",
             hidden_size=5376,
@@ -228,13 +228,13 @@ MODEL_FILES: Mapping[str, ModelFile] = {
         seq=4096,
     ),
     "phi-3-mini": ModelFile(
-        config=_of("phi3", "Phi3ForCausalLM", **BF16),
+        config=_config("phi3", "Phi3ForCausalLM", **BF16),
         parameters="3.82",
         batch=32,
         seq=4096,
     ),
     "mixtral-8x7b": ModelFile(
-        config=_of(
+        config=_config(
             "mixtral",
             "MixtralForCausalLM",
             hidden_size=4096,
@@ -248,7 +248,7 @@ MODEL_FILES: Mapping[str, ModelFile] = {
         seq=4096,
     ),
     "qwen3-30b-a3b": ModelFile(
-        config=_of(
+        config=_config(
             "qwen3_moe",
             "Qwen3MoeForCausalLM",
             hidden_size=2048,
@@ -269,7 +269,7 @@ MODEL_FILES: Mapping[str, ModelFile] = {
         seq=4096,
     ),
     "deepseek-v2-lite": ModelFile(
-        config=_of(
+        config=_config(
             "deepseek_v2",
             "DeepseekV2ForCausalLM",
             hidden_size=2048,
@@ -296,7 +296,7 @@ MODEL_FILES: Mapping[str, ModelFile] = {
         seq=4096,
     ),
     "olmo-2-13b": ModelFile(
-        config=_of(
+        config=_config(
             "olmo2",
             "Olmo2ForCausalLM",
             hidden_size=5120,
@@ -313,7 +313,7 @@ MODEL_FILES: Mapping[str, ModelFile] = {
         seq=4096,
     ),
     "granite-3-8b": ModelFile(
-        config=_of(
+        config=_config(
             "granite",
             "GraniteForCausalLM",
             hidden_size=4096,
@@ -335,7 +335,7 @@ MODEL_FILES: Mapping[str, ModelFile] = {
         seq=4096,
     ),
     "bert-large": ModelFile(
-        config=_of(
+        config=_config(
             "bert",
             "BertForMaskedLM",
             hidden_size=1024,
@@ -350,7 +350,7 @@ MODEL_FILES: Mapping[str, ModelFile] = {
         seq=512,
     ),
     "roberta-large": ModelFile(
-        config=_of(
+        config=_config(
             "roberta",
             "RobertaForMaskedLM",
             hidden_size=1024,
@@ -368,7 +368,7 @@ MODEL_FILES: Mapping[str, ModelFile] = {
         seq=512,
     ),
     "deberta-v3-large": ModelFile(
-        config=_of(
+        config=_config(
             "deberta-v2",
             "DebertaV2ForSequenceClassification",
             hidden_size=1024,
@@ -391,7 +391,7 @@ MODEL_FILES: Mapping[str, ModelFile] = {
         seq=512,
     ),
     "electra-large": ModelFile(
-        config=_of(
+        config=_config(
             "electra",
             "ElectraForPreTraining",
             embedding_size=1024,
@@ -407,7 +407,7 @@ MODEL_FILES: Mapping[str, ModelFile] = {
         seq=512,
     ),
     "t5-3b": ModelFile(
-        config=_of(
+        config=_config(
             "t5",
             "T5ForConditionalGeneration",
             decoder_start_token_id=0,
@@ -424,7 +424,7 @@ MODEL_FILES: Mapping[str, ModelFile] = {
         seq=512,
     ),
     "flan-t5-xxl": ModelFile(
-        config=_of(
+        config=_config(
             "t5",
             "T5ForConditionalGeneration",
             decoder_start_token_id=0,
@@ -443,14 +443,14 @@ MODEL_FILES: Mapping[str, ModelFile] = {
         seq=512,
     ),
     "bart-large": ModelFile(
-        config=_of("bart", "BartForConditionalGeneration", vocab_size=50265, **BF16),
+        config=_config("bart", "BartForConditionalGeneration", vocab_size=50265, **BF16),
         parameters="0.41",
         cluster="l4",
         batch=64,
         seq=1024,
     ),
     "whisper-large": ModelFile(
-        config=_of(
+        config=_config(
             "whisper",
             "WhisperForConditionalGeneration",
             d_model=1280,
@@ -469,13 +469,13 @@ MODEL_FILES: Mapping[str, ModelFile] = {
         seq=448,
     ),
     "vit-h": ModelFile(
-        config=_of("vit", "ViTForImageClassification", **_VISION_H, patch_size=14, **BF16),
+        config=_config("vit", "ViTForImageClassification", **_VISION_H, patch_size=14, **BF16),
         parameters="0.63",
         cluster="a100",
         batch=512,
     ),
     "swin-l": ModelFile(
-        config=_of(
+        config=_config(
             "swin",
             "SwinForImageClassification",
             image_size=384,
@@ -491,7 +491,7 @@ MODEL_FILES: Mapping[str, ModelFile] = {
         batch=256,
     ),
     "convnext-xl": ModelFile(
-        config=_of(
+        config=_config(
             "convnext",
             "ConvNextForImageClassification",
             depths=[3, 3, 27, 3],
@@ -504,7 +504,7 @@ MODEL_FILES: Mapping[str, ModelFile] = {
         batch=512,
     ),
     "clip-vit-l": ModelFile(
-        config=_of(
+        config=_config(
             "clip",
             "CLIPModel",
             projection_dim=768,
@@ -529,7 +529,7 @@ MODEL_FILES: Mapping[str, ModelFile] = {
         seq=77,
     ),
     "siglip-so400m": ModelFile(
-        config=_of(
+        config=_config(
             "siglip",
             "SiglipModel",
             text_config={
@@ -553,7 +553,7 @@ MODEL_FILES: Mapping[str, ModelFile] = {
         seq=64,
     ),
     "dinov2-g": ModelFile(
-        config=_of(
+        config=_config(
             "dinov2",
             "Dinov2ForImageClassification",
             hidden_size=1536,
@@ -571,7 +571,7 @@ MODEL_FILES: Mapping[str, ModelFile] = {
         batch=512,
     ),
     "wav2vec2-large": ModelFile(
-        config=_of(
+        config=_config(
             "wav2vec2",
             "Wav2Vec2ForSequenceClassification",
             hidden_size=1024,
@@ -591,7 +591,7 @@ MODEL_FILES: Mapping[str, ModelFile] = {
         seq=160000,
     ),
     "mamba-2.8b": ModelFile(
-        config=_of(
+        config=_config(
             "mamba",
             "MambaForCausalLM",
             hidden_size=2560,
@@ -603,7 +603,7 @@ MODEL_FILES: Mapping[str, ModelFile] = {
         seq=2048,
     ),
     "mamba2-2.7b": ModelFile(
-        config=_of(
+        config=_config(
             "mamba2",
             "Mamba2ForCausalLM",
             hidden_size=2560,
@@ -621,7 +621,7 @@ MODEL_FILES: Mapping[str, ModelFile] = {
         seq=2048,
     ),
     "llava-1.5-7b": ModelFile(
-        config=_of(
+        config=_config(
             "llava",
             "LlavaForConditionalGeneration",
             text_config={
@@ -646,7 +646,7 @@ MODEL_FILES: Mapping[str, ModelFile] = {
         seq=2048,
     ),
     "resnet-152": ModelFile(
-        config=_of(
+        config=_config(
             "resnet",
             "ResNetForImageClassification",
             depths=[3, 8, 36, 3],
@@ -658,7 +658,7 @@ MODEL_FILES: Mapping[str, ModelFile] = {
         batch=1024,
     ),
     "segformer-b5": ModelFile(
-        config=_of(
+        config=_config(
             "segformer",
             "SegformerForSemanticSegmentation",
             depths=[3, 6, 40, 3],
@@ -673,7 +673,7 @@ MODEL_FILES: Mapping[str, ModelFile] = {
         batch=32,
     ),
     "detr-resnet-50": ModelFile(
-        config=_of("detr", "DetrForObjectDetection", num_labels=91),
+        config=_config("detr", "DetrForObjectDetection", num_labels=91),
         parameters="0.04",
         cluster="v100",
         batch=32,

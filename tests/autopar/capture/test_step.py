@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from autopar.capture import capture_key, capture_step
+from autopar.capture import capture_key, capture_step, recorder
 from autopar.capture.cache import decode, encode
 from autopar.errors import CaptureError, UnsupportedError
 from autopar.ir.graph import Phase
@@ -513,6 +513,18 @@ def test_numbers_that_torch_does_not_draw_are_refused(name: str) -> None:
 
     with pytest.raises(CaptureError, match=f"it draws from the module '{name}'"):
         capture_step(nn.Linear(2, 2), torch.zeros(4, 2), loss, grad=True)
+
+
+def test_loops_of_very_many_turns_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "MOST_STEPS", 50)
+
+    def scan(h: Tensor) -> Tensor:
+        for _ in range(40):
+            h = h * 0.5 + 1
+        return h
+
+    with pytest.raises(CaptureError, match=r"more than 50 ops, \d+ of them from the model \(test_"):
+        equal(scan)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own compiler

@@ -81,6 +81,16 @@ def test_depth_adds_no_classes_of_buffers_nor_of_what_they_become() -> None:
     assert sizes[0] == sizes[1]
 
 
+def test_depth_adds_no_classes_of_blocks_that_drop_ever_more() -> None:
+    sizes = []
+    for blocks in (4, 8):
+        layers = ((nn.Linear(8, 8), nn.Dropout(0.05 * (1 + k))) for k in range(blocks))
+        model, batch = nn.Sequential(*itertools.chain(*layers)), torch.zeros(4, 8)
+        graph = capture_step(model, batch, lambda m, x: m(x).sum(), grad=True).graph
+        sizes.append(len(analyse(graph).folding.classes))
+    assert sizes[0] == sizes[1]
+
+
 @pytest.mark.parametrize("name", ["mlp", "llama", "gpt2"])
 def test_never_worse_than_a_forced_plan(name: str) -> None:
     analysis = analysed(name)
