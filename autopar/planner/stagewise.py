@@ -9,6 +9,7 @@ and simulated; a stage that needs more than was reckoned is given that much less
 from __future__ import annotations
 
 import functools
+import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -36,7 +37,8 @@ from autopar.planner.request import Candidate, Request, Way
 from autopar.planner.staged import bytes_of_stage, lower_some
 from autopar.planner.units import Units, divided, units_of
 from autopar.planner.update import states_on_host
-from autopar.schedules.table import schedule_named
+from autopar.schedules.makespan import ChunkTime, simulate
+from autopar.schedules.table import rows_of, schedule_named
 from autopar.search.analysis import Analysis
 from autopar.search.build import Built
 from autopar.search.chunked import fullest
@@ -56,6 +58,9 @@ AGAIN = 2
 
 HALVED = 2
 """Times that the memory between two ways of a stage is halved, to find one that just fits."""
+
+PROMISING = 0.01
+"""Part of the step that other cuts must be able to gain for their stages to be fitted."""
 
 SPARE = 0.05
 """Part of what one stage holds beyond what was reckoned that others are given less for, too, where
@@ -113,11 +118,12 @@ def stagewise(
     state = _Stagewise(analysis, request, search, time_limit_s, thorough=thorough, units=units)
     if not all(state.ways.values()):
         return None
-    found = [
-        state.run(again=AGAIN * thorough),
-        state.cut_first() if thorough and search.is_bound else None,
-    ]
-    return min((own for own in found if own), key=lambda own: own.step_s, default=None)
+    dealt = state.run(again=AGAIN * thorough)
+    found = [dealt] if dealt else []
+    if thorough and search.is_bound:
+        found += state.fitted([own.cuts for own in found])
+    best = min(found, key=lambda own: own.step_s, default=None)
+    return replace(best.candidate, limited=search.is_bound) if best else None
 
 
 class _Stagewise:
@@ -184,7 +190,7 @@ class _Stagewise:
     def _of(self, solved: tuple[Built, Solution]) -> tuple[Built, Analysis, Solution]:
         return solved[0], self.analysis, solved[1]
 
-    def run(self, *, again: int = 0) -> Candidate | None:
+    def run(self, *, again: int = 0) -> _Found | None:
         """Deal out, lower, and deal out again.
 
         Args:
@@ -204,7 +210,7 @@ class _Stagewise:
             if not over:
                 if not self._fits_host(candidate):
                     break
-                found = replace(self._evened(dealt, candidate), limited=self.search.is_bound)
+                found = self._evened(_Found(candidate, dealt.cuts), dealt)
                 best = found if best is None or found.step_s < best.step_s else best
                 roomier = [
                     a + max(0.0, r - u) for a, r, u in zip(allowed, reckoned, used, strict=True)
@@ -237,30 +243,47 @@ class _Stagewise:
         more = max(0.0, memory.total_bytes - self._reckoned(choice)[number])
         return [own - (1 + SPARE) * more for own in allowed]
 
-    def cut_first(self) -> Candidate | None:
-        """The even cut of what is fastest, every stage in the fastest way in which it fits."""
+    def fitted(self, known: Collection[tuple[int, ...]]) -> list[_Found]:
+        """The even cut of what is fastest, and other cuts, every stage in its fastest way to fit.
+
+        None where stages are of several chunks or meshes.
+
+        Args:
+            known: Cuts that are tried, too, where they could be enough faster.
+        """
         if self.layout.num_chunks > 1 or len(self.search.kinds) > 1:
-            return None
+            return []
         (kind,) = self.search.kinds
         whole = Kind(decode(*self._of(self.fastest[kind])), kind.cost)
-        cuts = self._even_cuts([whole] * self.layout.num_stages)
-        alone = _Alone(self, kind, cuts)
-        best = [alone.fastest(stage) for stage in range(self.layout.num_stages)]
-        if None in best:
+        alone = _Alone(self, kind)
+        even = self._even_cuts([whole] * self.layout.num_stages)
+        found: list[_Found] = []
+        for cuts in dict.fromkeys((even, *known)):
+            bounds = pairwise([0, *cuts, self.units.starts[-1]])
+            stages = [_Stage(number, *own) for number, own in enumerate(bounds)]
+            best_s = min((own.step_s for own in found), default=math.inf)
+            if alone.free_s(stages) > (1 - PROMISING) * best_s:
+                continue
+            own = self._fitted(alone, stages)
+            found += [own] if own else []
+        return found
+
+    def _fitted(self, alone: _Alone, stages: Sequence[_Stage]) -> _Found | None:
+        """Given stages, each in the fastest way in which it fits alone."""
+        cuts = tuple(stage.first for stage in stages[1:])
+        best = [way for stage in stages if (way := alone.fastest(stage)) is not None]
+        if len(best) < len(stages):
             return None
-        borders = [0, *cuts, self.units.starts[-1]]
-        ways = list(dict.fromkeys(way for way in best if way is not None))
-        ways.sort(key=lambda way: -held_bytes(way.solution))
+        ways = sorted(dict.fromkeys(best), key=lambda way: -held_bytes(way.solution))
         taken = {
-            unit: ways.index(way)
+            unit: ways.index(best[bisect_right(cuts, start)])
             for unit, start in enumerate(self.units.starts[:-1])
-            if (way := best[bisect_right(borders, start) - 1]) is not None
         }
-        dealt = self._put_together(taken, cuts, {kind: ways})
+        dealt = self._put_together(taken, cuts, {alone.kind: ways})
         with suppress(UnsupportedError):
             candidate, used = self._evaluated(dealt)
             if not self._over(used) and self._fits_host(candidate):
-                return replace(candidate, limited=True)
+                return self._evened(_Found(candidate, cuts), dealt)
         return None
 
     def _over(self, used: Sequence[int]) -> list[int]:
@@ -271,14 +294,14 @@ class _Stagewise:
     def _fits_host(self, candidate: Candidate) -> bool:
         return all(candidate.host_bytes <= kind.host_allowed for kind in self.search.kinds)
 
-    def _evened(self, dealt: _Dealt, candidate: Candidate) -> Candidate:
-        """The candidate cut inside units too, where that fits and is faster.
+    def _evened(self, found: _Found, dealt: _Dealt) -> _Found:
+        """What was dealt out cut inside units too, where that fits and is faster.
 
         A stage that then holds too much is left what it was dealt out at most. Stages of several
         chunks even each other out.
         """
         if self.layout.num_chunks > 1:
-            return candidate
+            return found
         cuts = self._even_cuts([lane.kind for lane in dealt.stages])
         # Where a stage would hold no parameter, nothing is moved.
         with suppress(UnsupportedError):
@@ -289,10 +312,10 @@ class _Stagewise:
                 other, used = self._evaluated(moved)
                 full = self._over(used)
                 if not full:
-                    faster = other.step_s < candidate.step_s and self._fits_host(other)
-                    return other if faster else candidate
+                    faster = other.step_s < found.step_s and self._fits_host(other)
+                    return _Found(other, cuts) if faster else found
                 cuts = self._without_more(moved, dealt, full)
-        return candidate
+        return found
 
     def _without_more(self, moved: _Dealt, dealt: _Dealt, full: Collection[int]) -> tuple[int, ...]:
         """Moved cuts where no chunk of a full stage is larger than it was dealt out."""
@@ -314,11 +337,10 @@ class _Stagewise:
             tuple(tuple(way.points[own] for way in self.ways[kind]) for kind in kinds)
             for own in range(number)
         )
-        crossing = course_of(self.analysis).crossing_bytes.tolist()
         setting = Setting(
             microbatches=self.microbatches,
             fronts=fronts,
-            send_bytes=tuple(crossing[at] / self.microbatches for at in self.units.starts[1:-1]),
+            send_bytes=tuple(map(self._send_bytes, self.units.starts[1:-1])),
         )
         return InterProblem(
             blocks=self.units.kinds,
@@ -331,6 +353,15 @@ class _Stagewise:
             schedules=((layout.schedule, layout.num_chunks),),
             most_stages=len(places),
         )
+
+    def _send_bytes(self, position: int) -> float:
+        """Bytes of a microbatch that cross a position of the forward."""
+        return float(course_of(self.analysis).crossing_bytes[position]) / self.microbatches
+
+    def send_s(self, border: int, position: int) -> float:
+        """Seconds of a message between two stages that are cut at a position of the forward."""
+        num_bytes = self._send_bytes(position)
+        return self._link(border, num_bytes).seconds(num_bytes, 1, 1)
 
     def _link(self, border: int, num_bytes: float) -> Link:
         """What joins two stages."""
@@ -414,31 +445,49 @@ class _Stagewise:
         return evaluate_pipeline(self.analysis, self.request, self.search, dealt.told, stages)
 
 
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """A stage of some cuts: its number, and where in the forward it begins and ends."""
+
+    number: int
+    first: int
+    end: int
+
+
 class _Alone:
-    """Stages of given cuts, each lowered alone in one way or another.
+    """Stages, each lowered alone in one way or another.
 
     Attributes:
-        cuts: Positions in the forward at which stages but the first begin.
+        kind: Mesh of all of them.
     """
 
-    def __init__(self, state: _Stagewise, kind: MeshSearch, cuts: tuple[int, ...]) -> None:
+    def __init__(self, state: _Stagewise, kind: MeshSearch) -> None:
         self.state = state
         self.kind = kind
-        self.cuts = cuts
         layout = state.layout
         self.rows = turns_of(layout.schedule, layout.num_stages, 1, state.microbatches)
         self.built, self.problems = problems_of(kind, state.left_s)
         self._between: dict[tuple[bool, float], Way | None] = {}
         self._apart = {(way.solution.objective_s, _sums(way)): way for way in state.ways[kind]}
-        self._pipelines: dict[Way, Pipeline] = {}
-        self._known: dict[tuple[Way, int], tuple[float, int]] = {}
+        self._best: dict[_Stage, Way | None] = {}
+        self._known: dict[tuple[Way, _Stage], tuple[ChunkTime, int]] = {}
 
-    def fastest(self, stage: int) -> Way | None:
+    def free_s(self, stages: Sequence[_Stage]) -> float:
+        """Seconds of the step if all were as where memory does not matter."""
+        state, (way, *_) = self.state, self.state.ways[self.kind]
+        rows = rows_of(state.layout.schedule, len(stages), 1, state.microbatches)
+        sends_s = [state.send_s(border, own.end) for border, own in enumerate(stages[:-1])]
+        return simulate(rows, [self._measured(way, own)[0] for own in stages], sends_s).makespan_s
+
+    def fastest(self, stage: _Stage) -> Way | None:
         """The fastest way in which a stage fits, with copies to the host or without."""
-        found = [way for own in self.problems for way in self._fitting(stage, own)]
-        return min(found, key=lambda way: self._measured(way, stage)[0], default=None)
+        if stage not in self._best:
+            found = [way for own in self.problems for way in self._fitting(stage, own)]
+            best = min(found, key=lambda way: self.seconds(way, stage), default=None)
+            self._best[stage] = best
+        return self._best[stage]
 
-    def _fitting(self, stage: int, problem: Problem) -> list[Way]:
+    def _fitting(self, stage: _Stage, problem: Problem) -> list[Way]:
         """The first way that fits, of less and less, and ways of which it is the front part."""
         copies = problem is self.problems[0]
         known = [way for way in self.state.ways[self.kind] if copies or not way.plan.copies]
@@ -457,14 +506,13 @@ class _Alone:
         faster = [] if fast is None else dict.fromkeys((ways[0], fast))
         return [lean, *(way for own in faster for way in self._mixed(stage, own, lean))]
 
-    def _mixed(self, stage: int, fast: Way, lean: Way) -> list[Way]:
+    def _mixed(self, stage: _Stage, fast: Way, lean: Way) -> list[Way]:
         """As few units in front as make a stage fit in the way that fits, the others in the faster.
 
         What runs again in front does so when those behind hold nothing any more.
         """
         units = self.state.units
-        borders = [0, *self.cuts, units.starts[-1]]
-        first, end = (bisect_left(units.starts, at) for at in borders[stage : stage + 2])
+        first, end = (bisect_left(units.starts, at) for at in (stage.first, stage.end))
 
         @functools.cache
         def mixed(count: int) -> Way:
@@ -486,33 +534,50 @@ class _Alone:
             self._between[key] = found
         return self._between[key]
 
-    def _fits(self, way: Way, stage: int) -> bool:
+    def _fits(self, way: Way, stage: _Stage) -> bool:
         return self._measured(way, stage)[1] <= self.kind.allowed
 
-    def _measured(self, way: Way, stage: int) -> tuple[float, int]:
-        """Seconds of a microbatch, and bytes, of a stage."""
+    def seconds(self, way: Way, stage: _Stage) -> float:
+        """Of a microbatch on a stage."""
+        time = self._measured(way, stage)[0]
+        return time.forward_s + time.backward_s
+
+    def _measured(self, way: Way, stage: _Stage) -> tuple[ChunkTime, int]:
+        """What a microbatch takes on a stage, and what the stage holds."""
         if (way, stage) not in self._known:
             self._known[way, stage] = self._lowered(way, stage)
         return self._known[way, stage]
 
-    def _lowered(self, way: Way, stage: int) -> tuple[float, int]:
-        state, layout = self.state, self.state.layout
-        if way not in self._pipelines:
-            wholes = equal_lanes(way.plan, layout.num_stages)
-            self._pipelines[way] = split_lanes(state.analysis, wholes, self.cuts, layout.lanes)
-        pipeline = self._pipelines[way]
+    def _lowered(self, way: Way, stage: _Stage) -> tuple[ChunkTime, int]:
+        state, last = self.state, self.state.units.starts[-1]
+        cuts = [at for at in (stage.first, stage.end) if 0 < at < last]
+        number = int(stage.first > 0)
+        wholes = equal_lanes(way.plan, len(cuts) + 1)
+        pipeline = split_lanes(state.analysis, wholes, cuts, range(len(wholes)))
         own = lower_some(
             state.analysis,
             Kind(way.plan, self.kind.cost),
             pipeline,
-            (stage,),
-            splits_backward=schedule_named(layout.schedule).splits_backward,
-        )[stage]
-        away = states_on_host(pipeline.stages[stage])
-        peak = own.peak(self.rows[stage])
-        memory = predicted_memory(own.together, peak, state.request.optimizer, away=away)
+            (number,),
+            splits_backward=schedule_named(state.layout.schedule).splits_backward,
+        )[number]
+        away = states_on_host(pipeline.stages[number])
+        row = [turn._replace(chunk=number) for turn in self.rows[stage.number]]
+        memory = predicted_memory(own.together, own.peak(row), state.request.optimizer, away=away)
         (chunk,) = own.chunks
-        return chunk.time.forward_s + chunk.time.backward_s, memory.total_bytes
+        return chunk.time, memory.total_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A pipeline that fits, and its cuts."""
+
+    candidate: Candidate
+    cuts: tuple[int, ...]
+
+    @property
+    def step_s(self) -> float:
+        return self.candidate.step_s
 
 
 @dataclass(frozen=True, slots=True)
