@@ -6,7 +6,7 @@ so they agree wherever they mean the same kernel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
 from autopar.ir.graph import Arg, TensorType
@@ -34,8 +34,14 @@ _DRAWN_WORDS = {
 }
 """Random words of an element of what these ops make."""
 
-_WORD_BYTES = 128
-"""Bytes that drawing a word moves: sixteen int32 ops, each of which reads and writes it."""
+_WORD_BYTES: Mapping[str, int] = {"cpu-core": 128}
+"""Bytes that drawing a word moves, by device: sixteen int32 ops, which read and write it."""
+
+_WRITTEN_BYTES = 4
+"""The same on all other devices, where one kernel draws in registers and writes the word."""
+
+_DROPPED_WHERE_DRAWN = frozenset({"autopar.dropout.default"})
+"""Ops that on such devices use their words where they draw them, and write none."""
 
 _WEIGHT_BYTES = 80
 """Bytes that an attention weight moves where it is made: ten fp32 ops of a read and a write."""
@@ -115,6 +121,7 @@ def kernel_seconds(device: Device) -> KernelSeconds:
         if op in _PRODUCTS:
             return _product_s(device, operands)
         moved = bytes_moved(op, operands, outputs)
+        moved += _word_bytes(device, op) * sum(kind.num_elements for kind in outputs[:1])
         kind = Kind.MATMUL if flops else Kind.MEMORY
         return op_s(device, kind=kind, flops=flops, bytes_moved=moved, dtype=_dtype(operands))
 
@@ -122,15 +129,22 @@ def kernel_seconds(device: Device) -> KernelSeconds:
 
 
 def bytes_moved(op: str, operands: Sequence[TensorType], outputs: Sequence[TensorType]) -> int:
-    """Bytes that a kernel reads and writes at least."""
+    """Bytes that a kernel reads and writes at least, apart from random words."""
     written = sum(kind.num_bytes for kind in outputs)
     read = sum(kind.num_bytes for kind in operands)
-    if op in _DRAWN_WORDS:
-        return read + written + _DRAWN_WORDS[op] * _WORD_BYTES * outputs[0].num_elements
     if op not in _LOOKUPS or not operands:
         return read + written
     rest = read - operands[0].num_bytes
     return min(operands[0].num_bytes, written) + rest + written
+
+
+def _word_bytes(device: Device, op: str) -> int:
+    """Bytes that the random words of an element move."""
+    each = _WORD_BYTES.get(device.kind, _WRITTEN_BYTES)
+    if op.startswith(_ATTENTION_DROPOUT):
+        return each
+    in_registers = op in _DROPPED_WHERE_DRAWN and device.kind not in _WORD_BYTES
+    return 0 if in_registers else each * _DRAWN_WORDS.get(op, 0)
 
 
 def _product_s(device: Device, operands: Sequence[TensorType]) -> float:
@@ -155,7 +169,8 @@ def _attention_s(device: Device, op: str, operands: Sequence[TensorType], causal
     fused_s = attention_s(device, shape, dtype=query.dtype, backward=backward)
     if not op.startswith(_ATTENTION_DROPOUT):
         return fused_s
-    moved = batch * heads * queries * key.shape[2] * (_WORD_BYTES + _WEIGHT_BYTES)
+    each_bytes = _word_bytes(device, op) + _WEIGHT_BYTES
+    moved = batch * heads * queries * key.shape[2] * each_bytes
     kind, dtype = Kind.MEMORY, query.dtype
     return fused_s + op_s(device, kind=kind, flops=0, bytes_moved=moved, dtype=dtype)
 

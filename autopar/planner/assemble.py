@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from autopar.hint import Hint, Ranks, Schedule
-from autopar.ir.graph import INPUT, Graph
+from autopar.ir.graph import INPUT, Graph, Node
 from autopar.ir.sharding import Split
 from autopar.plan.records import (
     AllWays,
@@ -16,7 +16,7 @@ from autopar.plan.records import (
     Saving,
     SearchReport,
 )
-from autopar.plan.wording import ranks_text
+from autopar.plan.wording import fold_names, ranks_text
 from autopar.planner.request import Candidate, Request
 from autopar.planner.savings import savings
 from autopar.search.analysis import Analysis
@@ -160,21 +160,36 @@ def _without_effect(hints: Sequence[Hint], best: Candidate) -> list[str]:
     ]
 
 
+ATTENTION_DROPOUT = "autopar.attention_dropout.default"
+
+
+def _places(nodes: Sequence[Node]) -> str:
+    """Where nodes are, repeated layers as one."""
+    paths = dict.fromkeys(node.source.module for node in nodes)
+    named = [folded.name for folded in fold_names((path, "") for path in paths if path)]
+    return ", ".join([*named, *(["the model"] if "" in paths else [])])
+
+
 def _notes(analysis: Analysis, best: Candidate) -> list[str]:
     """What a user should know of this plan."""
     notes = []
-    whole_ops = sorted(
-        {
-            node.op
-            for node in analysis.graph.nodes
-            if node.name in analysis.rules
-            and not analysis.rules[node.name].factors()
-            and max((t.num_elements for t in node.outputs), default=0) > 1
-            and node.name not in analysis.steady
-        }
-    )
-    if whole_ops:
-        notes.append(f"computed whole on every rank: {', '.join(whole_ops)}")
+    whole = [
+        node
+        for node in analysis.graph.nodes
+        if node.name in analysis.rules
+        and not analysis.rules[node.name].factors()
+        and max((t.num_elements for t in node.outputs), default=0) > 1
+        and node.name not in analysis.steady
+    ]
+    if whole:
+        ops = ", ".join(sorted({node.op.split(".")[1] for node in whole}))
+        notes.append(f"computed whole on every rank: {ops} in {_places(whole)}")
+    unfused = [n for n in analysis.graph.nodes if n.op == ATTENTION_DROPOUT]
+    if unfused:
+        notes.append(
+            f"attention drops weights in {_places(unfused)}, which no fused kernel does here: with "
+            "a dropout of 0 there the step is shorter"
+        )
     for mesh in dict.fromkeys(stage.mesh for stage in best.pipeline.stages):
         here = [stage for stage in best.pipeline.stages if stage.mesh == mesh]
         for axis, ranks in enumerate(mesh.sizes):
