@@ -8,16 +8,25 @@ row says when their storages are made, and the last turn that uses one when it i
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.ir.graph import Phase, Ref
-from autopar.lower.live import DEVICE, GRADIENTS, HOST, SAVED, live_bytes, storages
+from autopar.lower.live import (
+    DEVICE,
+    GRADIENTS,
+    HOST,
+    SAVED,
+    Moment,
+    live_bytes,
+    moments,
+    storages,
+)
 from autopar.lower.program import Program
-from autopar.lower.unroll import Row, Turn, unrolled, written
+from autopar.lower.unroll import Row, Turn, Written, unrolled, written
 
 Ints = NDArray[np.int64]
 
@@ -94,6 +103,29 @@ class Loop:
             host_bytes=int(live[:, HOST].max(initial=0)),
         )
 
+    def profile(self, row: Row) -> tuple[Moment, ...]:
+        """What is held when in a row: of the microbatches of a section, most."""
+        replay = _Replay(self, row)
+        live = live_bytes(replay.changes())[:, DEVICE]
+        found: list[Moment] = []
+        for part in self._alike(row):
+            most = np.zeros(len(part.instructions), dtype=np.int64)
+            for start, size in replay.spans(part):
+                # The first microbatch adds nothing to a total at its end.
+                most[:size] = np.maximum(most[:size], live[start : start + size])
+            found += moments(part.instructions, most)
+        return tuple(found)
+
+    def _alike(self, row: Row) -> list[Written]:
+        """The parts that tell what a microbatch holds, and what runs before and behind the loop."""
+        last = max((turn.microbatch for turn in row), default=0)
+        number = min(1, last)
+        return [
+            part
+            for part in self.parts
+            if part.turn is None or (part.turn.microbatch == number and not part.posted)
+        ]
+
     def behind(self, row: Row, at: int, without: Container[str] = ()) -> tuple[int, int]:
         """Bytes on the device right behind a turn of a row: made before the loop, and in it.
 
@@ -124,7 +156,7 @@ class _Replay:
     def __init__(self, loop: Loop, row: Row) -> None:
         self.loop = loop
         self.more = np.arange(1, 1 + max((turn.microbatch for turn in row), default=0))
-        sizes = {
+        self.sizes = {
             (part.turn, part.posted): len(part.instructions)
             for part in loop.parts
             if part.turn is not None
@@ -136,11 +168,23 @@ class _Replay:
             near = [(other, True) for other in row[at + 1 if at else 0 : at + 2]]
             for part in (*near, (turn, False)):
                 self.offsets[part] = now
-                alike = part[0]._replace(microbatch=min(part[0].microbatch, 1))
-                now += sizes[alike, part[1]]
+                now += self._size(*part)
             self.ends.append(now)
         self.behind = now
         self.length = now + len(loop.parts[-1].instructions)
+
+    def _size(self, turn: Turn, posted: bool) -> int:
+        """Instructions of a turn, or of what it receives."""
+        return self.sizes[turn._replace(microbatch=min(turn.microbatch, 1)), posted]
+
+    def spans(self, part: Written) -> Iterator[tuple[int, int]]:
+        """Where the instructions of a part stand in the row, and how many, for all microbatches."""
+        if part.turn is None:
+            yield 0 if part is self.loop.parts[0] else self.behind, len(part.instructions)
+            return
+        for (turn, posted), start in self.offsets.items():
+            if (turn.section, turn.chunk, posted) == (*part.turn[:2], part.posted):
+                yield start, self._size(turn, posted)
 
     def changes(self, some: Iterable[Ref] | None = None) -> Ints:
         """As of `live.byte_changes`, of the whole row and all storages, or some."""

@@ -9,8 +9,9 @@ in host memory is counted apart.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,8 +27,10 @@ from autopar.lower.program import (
     WAIT,
     Instruction,
     Program,
+    Section,
 )
 from autopar.lower.strides import Strides, dense, is_dense, result_strides, view_strides
+from autopar.lower.unroll import JOIN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,3 +204,35 @@ def live_bytes(changes: NDArray[np.int64]) -> NDArray[np.int64]:
     released[:1] = 0
     live: NDArray[np.int64] = total[:, 0] - released
     return live
+
+
+class Moment(NamedTuple):
+    """Instructions of one captured node that follow each other.
+
+    Attributes:
+        origin: The node; ``phase``, ``section`` and ``chunk`` are theirs.
+        num_bytes: Most bytes on the device while they run.
+    """
+
+    origin: str
+    phase: Phase
+    section: Section
+    chunk: int
+    num_bytes: int
+
+
+def moments(instructions: Sequence[Instruction], live: NDArray[np.int64]) -> tuple[Moment, ...]:
+    """What is held when, by captured nodes.
+
+    What microbatches make is added up behind the last turn that reads it: that tells nothing of the
+    node that made it.
+
+    Args:
+        instructions: In the order in which they run.
+        live: Bytes on the device while each runs.
+    """
+    there = [at for at, own in enumerate(instructions) if own.op != JOIN]
+    whose = [(i.origin, i.phase, i.section, i.chunk) for i in map(instructions.__getitem__, there)]
+    first = [at for at, own in enumerate(whose) if at == 0 or own != whose[at - 1]]
+    most = np.maximum.reduceat(live[there], first).tolist() if first else []
+    return tuple(Moment(*whose[at], held) for at, held in zip(first, most, strict=True))

@@ -31,9 +31,11 @@ from autopar.lower.live import (
     GRADIENTS,
     HOST,
     SAVED,
+    Moment,
     Storages,
     byte_changes,
     live_bytes,
+    moments,
     storages,
 )
 from autopar.lower.program import (
@@ -144,8 +146,7 @@ class Simulation:
         peak_origins: Captured nodes and phases of that instruction and of the next `AHEAD`.
         saved_bytes: At the peak, bytes made in the forward that the backward reads.
         gradient_bytes: At the peak, bytes of finished gradients.
-        profile: Captured node, phase and most bytes live while its instructions run, in their
-            order; empty where copies of blocks were not there.
+        profile: What is held when; empty where copies of blocks were not there.
         host_bytes: Most bytes in host memory at once.
         input_bytes: Bytes that enter, by kind.
         collectives: What is communicated.
@@ -167,7 +168,7 @@ class Simulation:
     peak_origins: tuple[tuple[str, Phase], ...] = field(compare=False)
     saved_bytes: int
     gradient_bytes: int
-    profile: tuple[tuple[str, Phase, int], ...] = field(compare=False)
+    profile: tuple[Moment, ...] = field(compare=False)
     host_bytes: int
     input_bytes: Mapping[str, int]
     collectives: tuple[CollectiveUse, ...]
@@ -214,7 +215,7 @@ def simulate(program: Program, cost: Prices, repeats: Repeats = ONCE) -> Simulat
         peak_origins=tuple(dict.fromkeys(_origins(program, turns, peak_at))),
         saved_bytes=at_peak[SAVED],
         gradient_bytes=at_peak[GRADIENTS],
-        profile=() if repeats.more else _profile(program, live[:, DEVICE]),
+        profile=() if repeats.more else moments(program.instructions, live[:, DEVICE]),
         host_bytes=int(live[:, HOST].max(initial=0)),
         input_bytes=entered_bytes(program, repeats),
         collectives=clock.uses(),
@@ -238,14 +239,6 @@ AHEAD = 512
 def _origins(program: Program, turns: Turns, start: int) -> Iterator[tuple[str, Phase]]:
     for at in turns.order[start : start + AHEAD].tolist():
         yield program.instructions[at].origin, program.instructions[at].phase
-
-
-def _profile(program: Program, live: NDArray[np.int64]) -> tuple[tuple[str, Phase, int], ...]:
-    """Most bytes live during instructions of one captured node that follow each other."""
-    whose = [(i.origin, i.phase) for i in program.instructions]
-    first = [at for at, own in enumerate(whose) if at == 0 or own != whose[at - 1]]
-    most = np.maximum.reduceat(live, first).tolist() if first else []
-    return tuple((*whose[at], held) for at, held in zip(first, most, strict=True))
 
 
 def seconds_of(program: Program, cost: Prices) -> Mapping[str, float]:

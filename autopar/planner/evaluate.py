@@ -23,7 +23,12 @@ from autopar.planner.layout import Layout
 from autopar.planner.pipeline import Kind, Lane, cut
 from autopar.planner.request import Candidate, Request
 from autopar.planner.shorten import Short, shorten
-from autopar.planner.staged import LoweredPipeline, StageResult, lower_pipeline
+from autopar.planner.staged import (
+    LoweredPipeline,
+    PipelineResult,
+    StageResult,
+    lower_pipeline,
+)
 from autopar.planner.update import states_on_host, update_of
 from autopar.search.analysis import Analysis
 from autopar.search.build import Built
@@ -309,20 +314,9 @@ def _staged(
 ) -> tuple[Candidate, tuple[int, ...]]:
     """What a lowered pipeline is under a schedule, and bytes of a rank of every stage."""
     pipeline, lowered, layout = done
-    result = lowered.under(layout)
-    away = states_on_host(*pipeline.stages)
-    memories, updates = [], []
-    for stage in result.stages:
-        update = update_of(stage.program, request.optimizer, away=away)
-        memories.append(predicted_memory(stage.program, stage.peak, request.optimizer, away=away))
-        updates.append(update.seconds(stage.cost.device))
     limits = [own.allowed for own in search.searches]
-    fullest = _fullest(memories, limits)
-    microbatches = pipeline.stages[0].mesh.microbatches
-    steps = [_whole_step(stage, microbatches) for stage in result.stages]
-    slow = max(range(len(steps)), key=lambda s: steps[s].compute_s)
-    tight = max(range(len(steps)), key=lambda s: memories[s].total_bytes / limits[s])
-    built, solution = solved[search.searches[slow]]
+    taken = measured(request, pipeline, lowered.under(layout), limits)
+    built, solution = solved[search.searches[taken.slowest]]
     solutions = [solved[own][1] for own in search.searches]
     candidate = Candidate(
         mesh=built.mesh,
@@ -331,21 +325,63 @@ def _staged(
         pipeline=pipeline,
         costs=tuple(search.searches[stage].cost for stage in layout.lanes),
         schedule=layout.schedule,
-        simulation=replace(steps[slow], seconds=result.seconds()),
-        memory=fullest,
-        limit_bytes=int(limits[tight]),
-        update_s=result.seconds(updates) - result.seconds(),
+        simulation=taken.simulation,
+        memory=taken.memory,
+        limit_bytes=taken.limit_bytes,
+        update_s=taken.update_s,
         objective_s=shared_s([one.objective_s for one in solutions]),
         bound_s=shared_s([one.bound_s for one in solutions]),
+        host_bytes=taken.host_bytes,
+    )
+    return candidate, taken.used
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What a lowered pipeline takes.
+
+    Attributes:
+        slowest: The stage that computes longest.
+        simulation: As of `Candidate`, like what follows.
+        used: Bytes of a rank of every stage.
+    """
+
+    slowest: int
+    simulation: Simulation
+    memory: Memory
+    limit_bytes: int
+    update_s: float
+    host_bytes: float
+    used: tuple[int, ...]
+
+
+def measured(
+    request: Request, pipeline: Pipeline, result: PipelineResult, limits: Sequence[float]
+) -> Measured:
+    """What a lowered pipeline takes, and holds of what the ranks of each stage may."""
+    away = states_on_host(*pipeline.stages)
+    memories, updates = [], []
+    for stage in result.stages:
+        update = update_of(stage.program, request.optimizer, away=away)
+        memories.append(predicted_memory(stage.program, stage.peak, request.optimizer, away=away))
+        updates.append(update.seconds(stage.cost.device))
+    microbatches = pipeline.stages[0].mesh.microbatches
+    steps = [_whole_step(stage, microbatches) for stage in result.stages]
+    slow = max(range(len(steps)), key=lambda s: steps[s].compute_s)
+    tight = max(range(len(steps)), key=lambda s: memories[s].total_bytes / limits[s])
+    ranks = [stage.program.mesh.num_ranks for stage in result.stages]
+    return Measured(
+        slowest=slow,
+        simulation=replace(steps[slow], seconds=result.seconds()),
+        memory=_fullest(memories, limits),
+        limit_bytes=int(limits[tight]),
+        update_s=result.seconds(updates) - result.seconds(),
         host_bytes=_most_on_a_node(
             request.cluster,
-            [
-                (own.plain.mesh.num_ranks, memory.host_bytes)
-                for own, memory in zip(search.searches, memories, strict=True)
-            ],
+            [(n, memory.host_bytes) for n, memory in zip(ranks, memories, strict=True)],
         ),
+        used=tuple(memory.total_bytes for memory in memories),
     )
-    return candidate, tuple(memory.total_bytes for memory in memories)
 
 
 def lanes_of(

@@ -15,22 +15,49 @@ one walk through one part.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost.node import NodeCost, local_bytes
 from autopar.ir.graph import SOURCE_OPS, Node, Phase, Ref
-from autopar.ir.sharding import Sharding
-from autopar.lower.simulate import Simulation
-from autopar.plan.records import StagePlan
+from autopar.ir.sharding import WHOLE, Mesh, Sharding
+from autopar.lower.live import Moment
+from autopar.lower.program import LOOP, Section
+from autopar.lower.unroll import Row
+from autopar.plan.records import StagePlan, Transfer
 from autopar.search.analysis import Analysis
 
 OPERANDS = 1 << 10
 """More operands than any node has: they are made again one after the other."""
+
+
+_Place = tuple[Section, int]
+"""A section of a chunk."""
+
+BEFORE, BEHIND = (Section.PROLOGUE, -1), (Section.EPILOGUE, -1)
+"""What runs once, of all chunks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lowered:
+    """A stage that was lowered.
+
+    Attributes:
+        chunks: Plan of each of its chunks, by number.
+        row: What its ranks do in their loop, in order.
+        profile: What they hold when; empty where that is not known.
+        transfers: What crosses the chunks of the step.
+    """
+
+    chunks: Mapping[int, StagePlan]
+    row: Row
+    profile: tuple[Moment, ...]
+    transfers: tuple[Transfer, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +112,8 @@ _Row = tuple[int, ...]
 """Of a value, when it is made, last read in that phase, first and last read by the backward; its
 bytes in that phase, from there on, and while the backward reads it."""
 
-_FIRST, _LAST = 2, 3
-"""Places in a row of what may change."""
+_FIRST, _LAST, _SIZE = 2, 3, 4
+"""Places in a row of what may change, and of the bytes that are made."""
 
 _LATER = 1 << 60
 """When the backward first reads what it does not read: behind everything."""
@@ -119,19 +146,17 @@ class Ledger:
     def __init__(
         self,
         analysis: Analysis,
-        stage: StagePlan,
+        stage: Lowered,
         cost: NodeCost,
         kept: Mapping[Ref, tuple[Sharding, ...]],
-        simulation: Simulation,
     ) -> None:
         """The ledger of a stage.
 
         Args:
             analysis: The step.
-            stage: Its plan.
+            stage: As it was lowered.
             cost: Prices nodes.
             kept: In which shardings each value is kept that may be made again.
-            simulation: Of the stage.
         """
         self._values = _Values(analysis, stage, cost, kept)
         may = dict.fromkeys(ref.node for ref in kept)
@@ -140,19 +165,25 @@ class Ledger:
         self._late = self._late_reads()
         self._walked: dict[tuple[int, Own], _Walked] = {}
         rest = [ref for ref in self._values.sizes if ref.node not in self.part_of]
+        rest.sort(key=self._values.is_shared)
+        self._num_own = sum(not self._values.is_shared(ref) for ref in rest)
         self._place = {ref: at for at, ref in enumerate(rest)}
         self._rest = np.array([self._values.row(ref) for ref in rest], dtype=np.int64).T
-        self._beside = np.zeros((2, 0), dtype=np.int64)
-        self._agree(self.choice(stage), simulation)
+        self._beside = np.zeros((3, 0), dtype=np.int64)
+        self._states = _states(stage.row, self._values.sections)
+        self._agree(self.choice(stage.chunks), stage.profile)
 
-    def choice(self, stage: StagePlan) -> Choice:
-        """What a stage of these nodes chooses."""
-        found = [Own(frozenset(stage.recomputed).intersection(names)) for names in self.parts]
-        for reader, names in stage.forgotten.items():
-            for name in names:
-                own = found[self.part_of[name]]
-                dropped = own.dropped | {(reader, name)}
-                found[self.part_of[name]] = replace(own, dropped=dropped)
+    def choice(self, chunks: Mapping[int, StagePlan]) -> Choice:
+        """What chunks of these nodes choose."""
+        again = {name for plan in chunks.values() for name in plan.recomputed}
+        found = [Own(frozenset(again.intersection(names))) for names in self.parts]
+        for chunk, plan in chunks.items():
+            for reader, names in plan.forgotten.items():
+                before = self._values.names.get((chunk, reader), reader)
+                for name in names:
+                    own = found[self.part_of[name]]
+                    dropped = own.dropped | {(before, name)}
+                    found[self.part_of[name]] = replace(own, dropped=dropped)
         return tuple(found)
 
     def held(self, choice: Choice, limit_bytes: float = math.inf) -> Held:
@@ -168,29 +199,64 @@ class Ledger:
         )
 
     def _levels(self, walked: Sequence[_Walked]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """When bytes come or go, in order, and what is held from then on."""
+        """When bytes come or go, in order, and what is held from then on, at most.
+
+        That is what one microbatch makes in a section, and what others hold meanwhile.
+        """
         rest = self._rest.copy()
         for place, first, last in (one.others for one in walked):
             np.minimum.at(rest[_FIRST], place, first)
             np.maximum.at(rest[_LAST], place, last)
-        own = (one.events for one in walked)
-        events = np.concatenate([_events(rest), self._beside, *own], axis=1)
-        order = np.argsort(events[0], kind="stable")
-        return events[0][order], events[1][order].cumsum()
+        rest, shared = rest[:, : self._num_own], rest[:, self._num_own :]
+        own = np.concatenate([_events(rest), *(one.events for one in walked)], axis=1)
+        events = np.concatenate([np.pad(own, ((0, 1), (0, 0))), self._beside], axis=1)
+        events = events[:, np.argsort(events[0], kind="stable")]
+        starts = np.searchsorted(events[0], 2 * np.array(self._values.starts))
+        passed = np.concatenate([[0], events[1].cumsum()])
+        more = self._meanwhile(np.diff(passed[starts]), shared) - passed[starts[:-1]]
+        levels = passed[1:] + events[2].cumsum()
+        levels[: starts[-1]] += np.repeat(more, np.diff(starts))
+        return events[0], levels
 
-    def _agree(self, choice: Choice, simulation: Simulation) -> None:
-        """Add at every node what the simulation of a choice holds there beside what is known."""
+    def _meanwhile(self, left: NDArray[np.int64], shared: NDArray[np.int64]) -> NDArray[np.int64]:
+        """What is held at most when each section begins.
+
+        Args:
+            left: What one microbatch leaves of each.
+            shared: Rows of what is made before the loop.
+        """
+        values = self._values
+        sections, totals = values.sections, [*values.totals.values()]
+        chunks = np.array([chunk for _, chunk in sections])
+        held = [left[: at + 1][chunks[: at + 1] == own].sum() for at, own in enumerate(chunks)]
+        lent = np.zeros(len(sections), dtype=np.int64)
+        until = np.searchsorted(values.starts[1:-1], shared[_LAST], side="right")
+        np.add.at(lent, until, shared[_SIZE])
+        most = [(own @ [*held, *totals, *lent]).max(initial=0) for own in self._states]
+        stays = int(lent[-1]) if sections[-1] == BEHIND else 0
+        starts = dict(zip(sections, stays + np.array(most), strict=True))
+        starts |= {BEFORE: 0, BEHIND: stays + sum(totals)}
+        return np.array([starts[own] for own in sections], dtype=np.int64)
+
+    def _agree(self, choice: Choice, profile: Sequence[Moment]) -> None:
+        """Add at every node what the programs of a choice hold there beside what is known."""
         values = self._values
         simulated = np.zeros(len(values.position), dtype=np.int64)
         at, waiting = 0, 0
-        for name, phase, held in simulation.profile:
-            again = phase is Phase.BACKWARD and name in values.early
-            if again or name not in values.position:
+        there = here = values.sections[0]
+        for moment in profile:
+            # What is reduced behind the loop may be so at once where there is none.
+            here = (moment.section, moment.chunk) if moment.section in LOOP else here
+            if here != there:
+                simulated[at], waiting, there = max(simulated[at], waiting), 0, here
+            name = values.names.get((moment.chunk, moment.origin))
+            again = moment.phase is Phase.BACKWARD and name in values.early
+            if name is None or again:
                 # What runs again does so for the next node of the backward.
-                waiting = max(waiting, held)
+                waiting = max(waiting, moment.num_bytes)
                 continue
             at = values.position[name]
-            simulated[at] = max(simulated[at], waiting, held)
+            simulated[at] = max(simulated[at], waiting, moment.num_bytes)
             waiting = 0
         known = np.flatnonzero(simulated)
         if not len(known):
@@ -201,7 +267,7 @@ class Ledger:
         np.maximum.at(own, where, levels)
         more = np.diff(simulated[known] - own[known], prepend=0)
         starts = np.array([values.time(at, 0) for at in known.tolist()], dtype=np.int64)
-        self._beside = np.stack([2 * starts, more])
+        self._beside = np.stack([2 * starts, np.zeros_like(more), more])
 
     def lives(self, choice: Choice) -> Iterator[Life]:
         """All that runs again."""
@@ -263,11 +329,16 @@ class _Values:
     """What a stage makes and reads, whatever it chooses.
 
     Attributes:
-        position: Place of every node that runs, in order.
+        names: (chunk, node) to what the ledger calls it: by its name, where no earlier chunk of the
+            stage runs it too.
+        position: Place of every node that runs, in the order of ``sections``.
+        sections: What runs before the loop, all of every chunk in it, what runs behind the loop.
+        starts: When each of them begins, and their end.
         early: The nodes of the forward.
         reads: Values that every node reads, each once, views seen through; those made here.
         outputs: What every node makes.
         sizes: Bytes of every value as it is made; ``kept`` as it is kept for the backward.
+        totals: Of every section, bytes of what microbatches add up to.
         last: When a value is last read in the phase that makes it; results at the end.
         late: (first, last) time at which the backward reads a value of the forward.
         away: Values that wait for the backward in host memory.
@@ -277,70 +348,135 @@ class _Values:
     def __init__(
         self,
         analysis: Analysis,
-        stage: StagePlan,
+        stage: Lowered,
         cost: NodeCost,
         kept: Mapping[Ref, tuple[Sharding, ...]],
     ) -> None:
-        plans = {plan.name: plan for plan in stage.nodes}
-        nodes = [node for node in analysis.graph.nodes if _runs(node, analysis, plans)]
-        self.position = {node.name: at for at, node in enumerate(nodes)}
-        self.early = {node.name for node in nodes if node.phase is Phase.FORWARD}
-        self.reads = {node.name: self._roots(analysis, node) for node in nodes}
-        self.outputs = {n.name: [Ref(n.name, i) for i in range(len(n.outputs))] for n in nodes}
+        runs = _runs(analysis, stage)
+        self.names = {(run.chunk, run.node.name): run.name for run in runs}
+        self.position = {run.name: at for at, run in enumerate(runs)}
+        self.sections = tuple(dict.fromkeys(run.place for run in runs))
+        self.early = {run.name for run in runs if run.node.phase is Phase.FORWARD}
+        self.reads = {run.name: self._roots(analysis, run) for run in runs}
+        self.outputs = {run.name: [Ref(run.name, index) for index in run.made] for run in runs}
+        self.away: set[Ref] = set()
         self.sizes: dict[Ref, int] = {}
         self.kept: dict[Ref, int] = {}
-        for node in nodes:
-            for ref, kind, made in zip(
-                self.outputs[node.name], node.outputs, plans[node.name].outputs, strict=True
-            ):
+        for run in runs:
+            plan = stage.chunks[run.chunk]
+            for index, made in run.made.items():
+                ref, kind = Ref(run.name, index), run.node.outputs[index]
+                value = str(Ref(run.node.name, index))
                 self.sizes[ref] = local_bytes(kind, made)
-                held = kept.get(ref) or stage.kept.get(str(ref)) or (made,)
+                held = kept.get(ref) or plan.kept.get(value) or (made,)
                 self.kept[ref] = sum(local_bytes(kind, sharding) for sharding in held)
-        self.away = {ref for ref in self.sizes if str(ref) in set(stage.offloaded)}
+                if value in plan.offloaded:
+                    self.away.add(ref)
+        first = {run.place: at for at, run in reversed([*enumerate(runs)])}
+        self.starts = [self.time(at, 0) for at in (*sorted(first.values()), len(runs))]
+        self.totals = dict.fromkeys(self.sections, 0)
+        self._section_of = {run.name: run.place for run in runs}
         self.last = {ref: self.time(self.position[ref.node]) for ref in self.sizes}
         self.late: dict[Ref, tuple[int, int]] = {}
         for name, refs in self.reads.items():
-            now = self.time(self.position[name])
             for ref in refs:
-                if name not in self.early and ref.node in self.early:
-                    self.late[ref] = (self.late.get(ref, (now,))[0], now)
-                else:
-                    self.last[ref] = now
-        self._hold_results(analysis, stage, self.time(len(nodes)))
+                self._read(ref, name)
+        self._hold_sent(stage)
+        self._hold_results(analysis, stage)
         self.seconds = {}
+        by_name = {run.name: run for run in runs}
         for name in {ref.node for ref in kept}:
-            node, plan = analysis.graph.by_name[name], plans[name]
-            rule, types = analysis.rules[name], analysis.operand_types(node)
-            own_s = cost.seconds(node, rule, types, plan.operands, plan.outputs)
-            least_s = cost.device.host_op_s * stage.mesh.microbatches
+            run = by_name[name]
+            rule, types = analysis.rules[run.node.name], analysis.operand_types(run.node)
+            made_as = tuple(run.made.values())
+            own_s = cost.seconds(run.node, rule, types, run.operands, made_as)
+            least_s = cost.device.host_op_s * stage.chunks[run.chunk].mesh.microbatches
             self.seconds[name] = max(own_s, least_s) if own_s else 0.0
 
-    def _hold_results(self, analysis: Analysis, stage: StagePlan, end: int) -> None:
+    def _read(self, ref: Ref, name: str) -> None:
+        """A node reads a value."""
+        now = self.time(self.position[name])
+        making, using = self._section_of[ref.node], self._section_of[name]
+        early = name in self.early or ref.node not in self.early
+        if making != using == BEHIND and not self.is_shared(ref):
+            self._add_up(ref, self.kept[ref])
+        elif self.is_shared(ref) or not early:
+            self.late[ref] = (self.late.get(ref, (now,))[0], now)
+        else:
+            self.last[ref] = now
+
+    def is_shared(self, ref: Ref) -> bool:
+        """Whether a value is made before the loop, for all microbatches."""
+        return self._section_of[ref.node] == BEFORE
+
+    def _add_up(self, ref: Ref, num_bytes: int) -> int:
+        """Have a value read behind the loop: what microbatches make is added up.
+
+        Returns:
+            Until when the term of a microbatch is held.
+        """
+        section = self._section_of[ref.node]
+        if self.is_shared(ref):
+            self.late[ref] = (self.end, self.end)
+        elif section == BEHIND:
+            self.last[ref] = self.end
+        else:
+            self.totals[section] += num_bytes
+            self.last[ref] = self._end_of(section)
+        return self.last[ref]
+
+    def _end_of(self, section: _Place) -> int:
+        return self.starts[self.sections.index(section) + 1] - 1
+
+    def _hold_sent(self, stage: Lowered) -> None:
+        """What other ranks read is sent when its section is over."""
+        for transfer in stage.transfers:
+            value, index = _value(transfer)
+            name = self.names.get((transfer.source, value))
+            if name is not None and transfer.target not in stage.chunks:
+                ref = Ref(name, index)
+                self.last[ref] = max(self.last[ref], self._end_of(self._section_of[name]))
+
+    def _hold_results(self, analysis: Analysis, stage: Lowered) -> None:
         """Results stay to the end: gradients as their parameters are stored, others as made."""
-        graph, stored = analysis.graph, {plan.name: plan for plan in stage.parameters}
-        for name, ref in graph.gradients.items():
-            root = analysis.root(ref).root
-            if name in stored and root in self.sizes:
-                plan = stored[name]
-                held = 0 if plan.on_host else local_bytes(graph.type_of(ref), plan.stored)
-                self.kept[root], self.late[root] = held, (end, end)
-        own = (
-            *([] if graph.loss is None else [graph.loss]),
-            *(ref for _, ref in graph.aux),
-            *graph.mutations.values(),
-        )
-        for ref in own:
-            root = analysis.root(ref).root
-            if root in self.sizes:
-                self.last[root] = end
+        graph = analysis.graph
+        for chunk, plan in stage.chunks.items():
+            stored = {own.name: own for own in plan.parameters}
+            for name, ref in graph.gradients.items():
+                root = self._here(analysis, ref, chunk)
+                if name in stored and root is not None:
+                    own, before = stored[name], self.last[root]
+                    held = 0 if own.on_host else local_bytes(graph.type_of(ref), own.stored)
+                    end = self._add_up(root, held)
+                    self.last[root], self.kept[root], self.late[root] = before, held, (end, end)
+            results = (
+                *([] if graph.loss is None else [graph.loss]),
+                *(ref for _, ref in graph.aux),
+                *graph.mutations.values(),
+            )
+            for ref in results:
+                root = self._here(analysis, ref, chunk)
+                if root is not None:
+                    self._add_up(root, self.sizes[root])
+
+    @property
+    def end(self) -> int:
+        """Behind everything."""
+        return self.time(len(self.position))
 
     def time(self, position: int, operand: int = OPERANDS - 1, again: int = 0) -> int:
         """When a node runs, or one runs again for an operand of it."""
         return (position * OPERANDS + operand) * (len(self.position) + 1) + again
 
-    def _roots(self, analysis: Analysis, node: Node) -> tuple[Ref, ...]:
-        roots = dict.fromkeys(analysis.root(ref).root for ref in node.operands)
-        return tuple(ref for ref in roots if ref.node in self.position)
+    def _here(self, analysis: Analysis, ref: Ref, chunk: int) -> Ref | None:
+        """A value that a chunk has, views seen through; None where it enters the program."""
+        root = analysis.root(ref).root
+        name = self.names.get((chunk, root.node))
+        return None if name is None else Ref(name, root.index)
+
+    def _roots(self, analysis: Analysis, run: _Run) -> tuple[Ref, ...]:
+        roots = (self._here(analysis, ref, run.chunk) for ref in run.reads)
+        return tuple(dict.fromkeys(root for root in roots if root is not None))
 
     def row(self, ref: Ref, *, again: bool = False) -> _Row:
         """What `_events` asks of a value, if what the backward reads of it is made again or not."""
@@ -432,9 +568,121 @@ def _events(rows: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.stack([np.concatenate(times), np.concatenate(changes)])
 
 
-def _runs(node: Node, analysis: Analysis, plans: Collection[str]) -> bool:
-    placed = node.op not in SOURCE_OPS and node.name in plans
-    return placed and Ref(node.name) not in analysis.aliases
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """A node that a chunk runs, or one of another chunk whose results it receives.
+
+    Attributes:
+        name: What the ledger calls it.
+        node: The node.
+        chunk: Number of the chunk; ``place`` the section that the node is in.
+        operands: Their shardings; those of ``reads``, which is empty for what is received.
+        made: Shardings of its outputs, by their index.
+    """
+
+    name: str
+    node: Node
+    chunk: int
+    place: _Place
+    reads: tuple[Ref, ...]
+    operands: tuple[Sharding, ...]
+    made: Mapping[int, Sharding]
+
+
+def _runs(analysis: Analysis, stage: Lowered) -> list[_Run]:
+    """What the chunks of a stage run, section by section."""
+    seen = defaultdict[tuple[str, Phase, int], list[Section]](list)
+    for moment in stage.profile:
+        seen[moment.origin, moment.phase, moment.chunk].append(moment.section)
+    found: list[_Run] = []
+    taken: set[str] = set()
+    for chunk, plan in sorted(stage.chunks.items()):
+        plans = {own.name: own for own in plan.nodes}
+        received = _received(stage, chunk)
+        for node in analysis.graph.nodes:
+            own, arrives = plans.get(node.name), received.get(node.name)
+            if (own is None and arrives is None) or node.op in SOURCE_OPS:
+                continue
+            if Ref(node.name) in analysis.aliases:
+                continue
+            made = (arrives or {}) if own is None else dict(enumerate(own.outputs))
+            operands = () if own is None else own.operands
+            loops = _loops(plan.mesh, (*operands, *made.values()))
+            usual = Section.BACKWARD if node.phase is Phase.BACKWARD else Section.FORWARD
+            own_sections = (s for s in seen[node.name, node.phase, chunk] if (s in LOOP) == loops)
+            section = next(own_sections, usual if loops else Section.PROLOGUE)
+            found.append(
+                _Run(
+                    name=f"{node.name}.{chunk}" if node.name in taken else node.name,
+                    node=node,
+                    chunk=chunk,
+                    place=(section, chunk if loops else -1),
+                    reads=() if own is None else node.operands,
+                    operands=operands,
+                    made=made,
+                )
+            )
+        taken.update(run.node.name for run in found)
+    place = {node.name: at for at, node in enumerate(analysis.graph.nodes)}
+    order = list(Section)
+
+    def key(run: _Run) -> tuple[bool, int, int, int]:
+        section, chunk = run.place
+        return run.place == BEHIND, chunk, order.index(section), place[run.node.name]
+
+    return sorted(found, key=key)
+
+
+def _loops(mesh: Mesh, shardings: Iterable[Sharding]) -> bool:
+    """Whether a node of these shardings runs once a microbatch."""
+    time = mesh.time_axis
+    return time is None or any(sharding[time] != WHOLE for sharding in shardings)
+
+
+def _received(stage: Lowered, chunk: int) -> Mapping[str, Mapping[int, Sharding]]:
+    """Nodes of the forward of chunks before, and how what they make arrives, by output."""
+    found: dict[str, dict[int, Sharding]] = {}
+    for transfer in stage.transfers:
+        if transfer.target == chunk and transfer.source < chunk:
+            name, index = _value(transfer)
+            found.setdefault(name, {})[index] = transfer.arrival
+    return found
+
+
+def _value(transfer: Transfer) -> tuple[str, int]:
+    """Node and output that a transfer names."""
+    name, _, index = transfer.value.partition(":")
+    return name, int(index or 0)
+
+
+def _states(row: Row, sections: Sequence[_Place]) -> list[NDArray[np.int64]]:
+    """Of how many microbatches something is held while each section runs, at most: rows of each.
+
+    First, for every section, microbatches that are through with it, but not yet with the next one
+    of its chunk. Then, for every section, whether any is through with it, and whether any is not.
+    """
+    turns = Counter(turn[:2] for turn in row)
+    total = np.array([turns[own] for own in sections], dtype=np.int64)
+    place = {own: at for at, own in enumerate(sections)}
+    chunks = [*(chunk for _, chunk in sections), -1]
+    goes_on = [a == b >= 0 for a, b in pairwise(chunks)]
+    done = np.zeros(len(chunks), dtype=np.int64)
+    found: list[list[NDArray[np.int64]]] = [[] for _ in sections]
+    for turn in row:
+        at = place.get(turn[:2])
+        if at is not None:
+            between = np.where(goes_on, done[:-1] - done[1:], 0)
+            found[at].append(np.concatenate([between, done[:-1] > 0, done[:-1] < total]))
+            done[at] += 1
+    return [_most(np.array(own).reshape(-1, 3 * len(sections))) for own in found]
+
+
+def _most(states: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The rows that hold no less than any other."""
+    rows = np.unique(states, axis=0)
+    covered = (rows[:, None] <= rows[None]).all(axis=2).sum(axis=1) > 1
+    largest: NDArray[np.int64] = rows[~covered]
+    return largest
 
 
 def _parts(may: Collection[str], values: _Values) -> tuple[tuple[str, ...], ...]:

@@ -8,13 +8,14 @@ lowering serves for all of them.
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.cost.node import NodeCost
 from autopar.ir.graph import DTYPE_BYTES, Ref
 from autopar.lower.chunks import lower_chunks, on_one_rank
 from autopar.lower.held import Loop
+from autopar.lower.live import Moment
 from autopar.lower.overlap import overlap
 from autopar.lower.program import Message, Program, ProgramInput, Section
 from autopar.lower.ranks import slowest_coordinates
@@ -97,6 +98,10 @@ class LoweredStage:
         )
         before, within = self._loop(row).behind(row, at, without)
         return before, within - arriving
+
+    def profile(self, row: Row) -> tuple[Moment, ...]:
+        """What its ranks hold when, as of `peak`."""
+        return self._loop(row).profile(row)
 
     def peak(self, row: Row) -> Simulation:
         """The bytes of its ranks in a row, whose turns have the numbers of `chunks`."""
@@ -184,17 +189,50 @@ class LoweredPipeline:
     def under(self, layout: Layout) -> PipelineResult:
         """What it takes under a schedule that has the same chunks on the same stages."""
         assert layout.lanes == self.layout.lanes, (layout, self.layout)
-        turns = turns_of(layout.schedule, layout.num_stages, layout.num_chunks, self.microbatches)
         results = []
-        for number, (stage, row) in enumerate(zip(self.stages, turns, strict=True)):
-            own = [n for n, lane in enumerate(layout.lanes) if lane == number]
-            place = {n: chunk.number for n, chunk in zip(own, stage.chunks, strict=True)}
-            sections = {(s, n): self.chunks[n].sections[s] for n in own for s in Section}
-            peak = stage.peak([turn._replace(chunk=place[turn.chunk]) for turn in row])
+        for stage, chunks, row in self._rows(layout):
+            sections = {(s, n): self.chunks[n].sections[s] for n in chunks for s in Section}
+            peak = stage.peak(row)
             results.append(
                 StageResult(cost=stage.cost, program=stage.together, sections=sections, peak=peak)
             )
         return PipelineResult(ends_s=self.ends_s(layout), stages=tuple(results))
+
+    def profiles(self, pipeline: Pipeline, layout: Layout) -> tuple[tuple[Moment, ...], ...]:
+        """What the ranks of every stage hold when, by its own nodes and chunks.
+
+        Args:
+            pipeline: The chunks that were lowered.
+            layout: As of `under`.
+        """
+        found = []
+        for stage, chunks, row in self._rows(layout):
+            place = {chunk.number: n for n, chunk in zip(chunks, stage.chunks, strict=True)}
+            own = {
+                (number, a.name): b.name
+                for number, n in place.items()
+                for a, b in zip(
+                    pipeline.stages[number].nodes, pipeline.stages[n].nodes, strict=True
+                )
+            }
+            found.append(
+                tuple(
+                    moment._replace(
+                        origin=own.get((moment.chunk, moment.origin), moment.origin),
+                        chunk=place[moment.chunk],
+                    )
+                    for moment in stage.profile(row)
+                )
+            )
+        return tuple(found)
+
+    def _rows(self, layout: Layout) -> Iterator[tuple[LoweredStage, list[int], Row]]:
+        """Every stage, its chunks, and its row with the numbers of the chunks it was lowered as."""
+        turns = turns_of(layout.schedule, layout.num_stages, layout.num_chunks, self.microbatches)
+        for number, (stage, row) in enumerate(zip(self.stages, turns, strict=True)):
+            own = [n for n, lane in enumerate(layout.lanes) if lane == number]
+            place = {n: chunk.number for n, chunk in zip(own, stage.chunks, strict=True)}
+            yield stage, own, [turn._replace(chunk=place[turn.chunk]) for turn in row]
 
 
 def lower_pipeline(

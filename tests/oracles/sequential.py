@@ -77,23 +77,31 @@ def sharded_first(search: MeshSearch) -> MeshSearch:
     )
 
 
+ALONE = Layout(schedule="1f1b", num_stages=1, num_chunks=1)
+
+
 def planned_on(
-    analysis: Analysis, cluster: Cluster, mesh: Mesh, limit_bytes: float, make: Make = as_it_is
+    analysis: Analysis,
+    cluster: Cluster,
+    mesh: Mesh,
+    limit_bytes: float,
+    make: Make = as_it_is,
+    layout: Layout = ALONE,
 ) -> Candidate | None:
     """What is lowered and simulated on one mesh after local moves, or None if nothing fits.
 
     Args:
         analysis: The step.
         cluster: Where.
-        mesh: Of all of it.
+        mesh: Of every stage.
         limit_bytes: A rank may use.
         make: How the mesh is searched.
+        layout: The stages.
     """
     hints = () if limit_bytes == float("inf") else (hint.memory_limit(int(limit_bytes)),)
     request = Request(model="m", fingerprint="f", cluster=cluster, hints=hints)
     settled = settle(analysis, cluster, hints, None)
-    alone = Layout(schedule="1f1b", num_stages=1, num_chunks=1)
-    lanes = prepare(analysis, request, settled, (mesh,), alone)
+    lanes = prepare(analysis, request, settled, (mesh,) * layout.num_stages, layout)
     searched = replace(lanes, searches=tuple(make(search) for search in lanes.searches))
     found = prove(analysis, request, searched, 60.0, float("inf"))
     if isinstance(found, Candidate):

@@ -11,10 +11,14 @@ from torch import nn
 from autopar.capture import capture_step
 from autopar.search.analysis import Analysis, analyse
 from cost_models.cluster import Cluster
-from tests.oracles.recomputes import OneRank
+from tests.oracles.recomputes import OneRank, Stages
 
 EXACT = 1e-9
 """Relative difference at which seconds are the same."""
+
+
+PARTS = (0.98, 0.94, 0.88)
+"""Of what the fullest of stages that keep everything holds."""
 
 
 class Branches(nn.Module):
@@ -78,3 +82,23 @@ def test_nothing_that_runs_again_costs_less_than_what_is_chosen(name: str) -> No
         assert chosen.seconds <= best_s * (1 + EXACT)
     once = min(cost.peak_bytes for cost, each in everything if not each)
     assert (limits[0] < once) == (name == "segment")
+
+
+@pytest.mark.parametrize(
+    ("name", "num_stages"), [("chain", 2), pytest.param("segment", 3, marks=pytest.mark.large)]
+)
+def test_no_choice_of_what_stages_run_again_is_faster(name: str, num_stages: int) -> None:
+    """On the same stages, within a limit that they all have."""
+    make, width = CASES[name]
+    stages = Stages(analysed(make(), width), num_stages, microbatches=4)
+    free = stages.planned(float("inf"))
+    assert free is not None
+    found = set()
+    for part in PARTS:
+        limit = int(part * free.memory.total_bytes)
+        plan = stages.planned(limit)
+        if plan is not None:
+            assert plan.memory.total_bytes <= limit
+            assert plan.simulation.seconds <= stages.best_s(plan, limit) * (1 + EXACT), part
+            found.add(plan.simulation.seconds)
+    assert len(found) > 1

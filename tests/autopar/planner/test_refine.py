@@ -11,16 +11,23 @@ from autopar.capture import capture_step
 from autopar.cost.node import axis_seconds
 from autopar.ir.sharding import Mesh
 from autopar.plan.records import StagePlan
+from autopar.planner.layout import Layout
+from autopar.planner.request import Candidate
 from autopar.search.analysis import Analysis, analyse
 from cost_models.cluster import Cluster
 from tests.oracles import sequential
 from tests.oracles.lockstep import run_lockstep
+from tests.oracles.microbatches import run_pipeline
 from tests.oracles.models import gpt2
-from tests.oracles.pipeline import programs_of, values_of
+from tests.oracles.pipeline import lanes_of, programs_of, values_of
 from tests.oracles.sequential import planned_on
 
 BUILT = gpt2(layers=6, batch=8)
 PARTS = (0.8, 0.5)
+PIPED = (0.9, 0.7)
+
+
+STAGES, MICROBATCHES = 2, 4
 
 
 @pytest.fixture(scope="module")
@@ -69,3 +76,57 @@ def test_what_moves_change_changes_nothing_to_the_bit(captured: tuple[Analysis, 
         plan = planned_on(analysis, cluster, mesh, part * free.memory.total_bytes)
         assert plan is not None
         assert all(map(torch.equal, results(plan.pipeline.stages[0]), plain))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks"),
+    [
+        ("1f1b", 1),
+        pytest.param("interleaved", 2, marks=pytest.mark.large),
+        pytest.param("zb-h1", 1, marks=pytest.mark.large),
+    ],
+)
+def test_moves_of_stages_fit_are_never_slower_and_change_nothing_to_the_bit(
+    captured: tuple[Analysis, Any], schedule: str, chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    analysis, found = captured
+    layout = Layout(schedule=schedule, num_stages=STAGES, num_chunks=chunks)
+    cluster, mesh = Cluster.local(STAGES), Mesh(("a",), (1,)).with_time(MICROBATCHES)
+
+    def planned(limit: float) -> Candidate | None:
+        return planned_on(analysis, cluster, mesh, limit, layout=layout)
+
+    free = planned(float("inf"))
+    assert free is not None
+    limits = [part * free.memory.total_bytes for part in PIPED]
+    after = [planned(limit) for limit in limits]
+    monkeypatch.setattr(sequential, "refined", lambda analysis, request, found, limit_of: found)
+    before = [planned(limit) for limit in limits]
+    values = values_of(BUILT[0], BUILT[1], analysis, found)
+    plain = results_of(analysis, free, values)
+    gains = []
+    for own, was, limit in zip(after, before, limits, strict=True):
+        if own is None or was is None:
+            assert own is was
+            continue
+        assert own.memory.total_bytes <= limit
+        gains.append(1 - own.step_s / was.step_s)
+        moved = results_of(analysis, own, values)
+        assert moved.keys() == plain.keys()
+        assert all(torch.equal(moved[name], value) for name, value in plain.items())
+    assert min(gains) >= 0
+    assert max(gains) > 1e-3
+
+
+def results_of(
+    analysis: Analysis, plan: Candidate, values: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Loss and gradients of a pipeline, by name."""
+    lanes = lanes_of(analysis, plan.pipeline, plan.schedule)
+    found = {}
+    for lane in run_pipeline(lanes, values):
+        program, env = lane.variants[0][0], lane.envs[0]
+        found |= {name: env[ref] for name, ref in program.gradients.items()}
+        if program.loss is not None:
+            found["loss"] = env[program.loss]
+    return found
