@@ -77,9 +77,13 @@ class Mail:
         self._posted: dict[tuple[int, int], tuple[Tensor, list[_Coming]]] = {}
         self._sent: list[tuple[Any, Tensor]] = []
 
+    def let_go(self) -> None:
+        """Let go of what has been sent meanwhile."""
+        self._sent[:] = [(work, held) for work, held in self._sent if not work.is_completed()]
+
     def post(self, messages: Sequence[Message], microbatch: int) -> None:
         """Post the receives of messages; what has been sent meanwhile is let go of."""
-        self._sent[:] = [(work, held) for work, held in self._sent if not work.is_completed()]
+        self.let_go()
         own = self._receives[min(microbatch, len(self._receives) - 1)]
         for message in (own[m.number] for m in messages):
             kind = message.local_type

@@ -245,6 +245,7 @@ class _Stage:
         mail.post(of_turn(row[0], self.first.receives), row[0].microbatch)
         for position, turn in enumerate(row):
             number = turn.microbatch
+            mail.let_go()
             for after in row[position + 1 : position + 2]:
                 mail.post(of_turn(after, self.first.receives), after.microbatch)
             self._now = turn
