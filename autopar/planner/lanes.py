@@ -287,23 +287,26 @@ class MeshSearch:
         before, self.alike = self.alike, self.joint is not None and bool(self.joint.problem.reruns)
         return self.alike and not before
 
-    def within(self, limit: float | None, time_limit_s: float) -> tuple[Built, Solution]:
+    def within(
+        self, limit: float | None, time_limit_s: float, *, rough: bool = False
+    ) -> tuple[Built, Solution]:
         """The best solution, and the problem it is one of.
 
         Args:
             limit: Bytes a rank may use; None for any.
             time_limit_s: For the solver.
+            rough: Whether what rounding finds is enough, however far from the bound.
         """
         unbound = self._unbound(time_limit_s)
         if (limit is None and not self.forced) or not unbound.choice:
             return self.plain, unbound
-        asked = (limit, self.host_limit, self.hides, self.reserved, self.alike)
+        asked = (limit, self.host_limit, self.hides, self.reserved, self.alike, rough)
         if self.last is None or self.last[0] != asked or self.last[1][0] is not self.joint:
-            self.last = asked, self._solved(unbound, limit, time_limit_s)
+            self.last = asked, self._solved(unbound, limit, time_limit_s, rough)
         return self.last[1]
 
     def _solved(
-        self, unbound: Solution, limit: float | None, time_limit_s: float
+        self, unbound: Solution, limit: float | None, time_limit_s: float, rough: bool
     ) -> tuple[Built, Solution]:
         """As `within`, where memory or a hint may ask for more than the plain problem has."""
         total = None if limit is None else (limit - self.reserved) * self.num_stages
@@ -318,7 +321,7 @@ class MeshSearch:
             link = replace(link, host_limit_bytes=host, hides=self.hides)
         problem = replace(self.joint.problem, memory_limit_bytes=total, link=link)
         problem = alike(problem) if self.alike else problem
-        solution = solve(problem, time_limit_s=time_limit_s)
+        solution = solve(problem, time_limit_s=time_limit_s, rough=rough)
         if self.joint.num_strategies < self.plain.num_strategies:
             # Proven is only what holds without a limit.
             bound_s = min(unbound.bound_s, solution.objective_s)

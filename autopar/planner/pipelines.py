@@ -29,6 +29,7 @@ from autopar.planner.request import Candidate, Request
 from autopar.schedules.table import schedule_named
 from autopar.search.analysis import Analysis
 from autopar.search.decode import solved_seconds
+from autopar.search.problem import Solution
 from cost_models.cluster import Cluster
 
 PIPELINES = 3
@@ -187,12 +188,13 @@ class Pipelines:
         self.course = course_of(analysis)
         shares = self.course.seconds(alone)
         self.shares: Seconds = shares / max(float(shares.sum()), LEAST_S)
-        ideal_s = trials.ideal_s
-        if ideal_s == math.inf:
-            ideal_s = sum(alone.values()) / request.cluster.num_devices
-        self.ideal_s = ideal_s * _shared_speed(request.cluster)
         self.samples = samples_of(analysis.graph)
         self.cheap = CHEAP // len(analysis.graph.nodes)
+        ideal_s = trials.ideal_s
+        if ideal_s == math.inf or self.cheap:
+            # Ops that are shared out launch as often on each rank, those of fewer do not.
+            ideal_s = min(ideal_s, sum(alone.values()) / request.cluster.num_devices)
+        self.ideal_s = ideal_s * _shared_speed(request.cluster)
         self.growth = 2 if self.cheap > PIPELINES else 1
         self._prepared: dict[_Key, Lanes | None] = {}
         self._within: dict[_Key, float] = {}
@@ -339,12 +341,16 @@ class Pipelines:
         assert prepared is not None, way
         for roomy in (False, True):
             solved = [
-                kind.within(kind.allowed if roomy else kind.first_limit, self.trials.left_s)[1]
+                self._rough(kind, kind.allowed if roomy else kind.first_limit)
                 for kind in prepared.searches
             ]
             if all(solution.choice for solution in solved):
                 return shared_s([solution.objective_s for solution in solved])
         return math.inf
+
+    def _rough(self, kind: MeshSearch, limit: float) -> Solution:
+        """About what is found on a mesh within a limit."""
+        return kind.within(limit, self.trials.left_s, rough=True)[1]
 
     def _prepare(self, way: Way) -> Lanes | None:
         """The relaxed problem of a way's meshes, if they can run in microbatches."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from autopar.planner.evaluate import evaluate, evaluate_stages
 from autopar.planner.lanes import LESS, WORTH, Lanes, MeshSearch, shared_s
-from autopar.planner.refine import refined
+from autopar.planner.refine import QUICK, refined
 from autopar.planner.request import Candidate, Failure, Request
 from autopar.search.analysis import Analysis
 from autopar.search.build import Built
@@ -24,6 +24,18 @@ MORE = 1.1
 
 SPARSE = (2, 3, 4, 6, 8, 12, 16)
 """Of how many copies of a block one keeps what it hands on, where no plan fits that keeps all."""
+
+BRANCHED = 2
+"""Times that what rounding left of a plan that fits is branched on."""
+
+SHARPER = 3
+"""Times a mesh is solved again between a limit that was too tight and one that was not enough."""
+
+EDGE = 0.2
+"""Least part of the way between two limits by which the next is away from either."""
+
+ANY, SOME = 1e-4, 1e-2
+"""Least part of a short step, and of a long one, that a wider limit must promise for that."""
 
 LOOSE = 0.1
 """Of the memory, what is allowed by sums beyond it where only a part of a class would fit."""
@@ -54,8 +66,13 @@ def prove(
     unlike each other, all are treated alike.
     """
     best: Candidate | None = None
+    is_alone = len(search.searches) == 1
     while True:
-        outcome = _tightened(analysis, request, search, time_limit_s, beat_s, best)
+        outcome = _tightened(
+            analysis, request, search, time_limit_s, beat_s, best, rough=is_alone
+        )
+        if is_alone and isinstance(outcome, Failure) and not outcome.proven | outcome.too_slow:
+            outcome = _tightened(analysis, request, search, time_limit_s, beat_s, best, rough=False)
         if isinstance(outcome, Candidate):
             best = outcome if best is None or outcome.step_s < best.step_s else best
             again = [k for k in search.kinds if k.leaves_room(outcome) or k.hides_less(outcome)]
@@ -142,17 +159,23 @@ def _tightened(
     time_limit_s: float,
     beat_s: float,
     best: Candidate | None,
+    *,
+    rough: bool,
 ) -> Candidate | Failure:
     """The first that fits, with a tighter limit whenever what is lowered does not.
 
-    Or what is best so far, where hiding copies better cannot gain enough for another lowering.
+    Of one stage, the limit is widened again where it was tightened by more than was needed. Or what
+    is best so far, where hiding copies better cannot gain enough for another lowering. A rough
+    search branches only on what fits.
     """
+    tried: _Tried | None = None
+    before: _Tried | None = None
     kinds, num_stages = search.kinds, len(search.searches)
     limits: dict[MeshSearch, float | None] = dict.fromkeys(kinds)
     took, less = dict.fromkeys(kinds, math.inf), dict.fromkeys(kinds, LESS)
     least = Least(float("inf"))
     for _ in range(ROUNDS if num_stages == 1 else PIPELINE_ROUNDS):
-        solved = {kind: kind.within(limits[kind], time_limit_s) for kind in kinds}
+        solved = {k: k.within(limits[k], time_limit_s, rough=rough) for k in kinds}
         cramped = [k for k, (_, s) in solved.items() if not s.choice and limits[k] == k.first_limit]
         if num_stages > 1 and cramped:
             limits.update({kind: kind.allowed for kind in cramped})
@@ -191,13 +214,14 @@ def _tightened(
             candidate, used = evaluate_stages(analysis, request, search, solved)
         else:
             (only,) = kinds
-            candidate = evaluate(analysis, request, only.cost, *solved[only], only.limit_of)
-            # The limit of the rank that is fullest may be another: in proportion to that.
-            share = only.allowed / candidate.limit_bytes
-            used = {only: math.ceil(candidate.memory.total_bytes * share)}
+            tried = _tried(analysis, request, only, limits[only], solved[only])
+            assert tried is not None
+            candidate, used = tried.candidate, {only: tried.used_bytes}
         over = [kind for kind in kinds if used[kind] > kind.allowed]
         fitting = [kind for kind in kinds if kind.fits_host(candidate.host_bytes)]
         if not over and len(fitting) == len(kinds):
+            if tried is not None:
+                return _sharpened(analysis, request, kinds[0], time_limit_s, tried, before)
             limited = any(limit is not None for limit in limits.values())
             return replace(candidate, limited=limited)
         for kind in over:
@@ -209,9 +233,95 @@ def _tightened(
             # The program needs more than the problem knows of: leave that much room.
             limit = limits[kind]
             last = kind.allowed if limit is None else limit
+            before = tried
             room = MORE * max(0.0, used[kind] - held[kind])
             # A little less may be the same whole copies: then twice as much less.
             less[kind] *= 2 if used[kind] >= took[kind] else 1
             took[kind] = used[kind]
             limits[kind] = min(kind.allowed - room, last - less[kind] * kind.allowed)
     return Failure(kinds[0].plain.mesh, False, least.num_bytes, least.moment)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """A limit of the problem, and what was lowered of its solution: how many bytes that holds."""
+
+    limit_bytes: float
+    candidate: Candidate
+    used_bytes: int
+
+
+def _sharpened(
+    analysis: Analysis,
+    request: Request,
+    kind: MeshSearch,
+    time_limit_s: float,
+    fits: _Tried,
+    exceeds: _Tried | None,
+) -> Candidate:
+    """The fastest that fits, of one that was found by rounding and perhaps within too little.
+
+    The limit is widened again, towards the last that was not tight enough, as long as the problem
+    takes less within that; then what rounding left is branched on.
+
+    Args:
+        analysis: The step.
+        request: What was asked.
+        kind: The mesh.
+        time_limit_s: For the solver.
+        fits: What fits.
+        exceeds: What held too much, if anything did.
+    """
+    least = ANY if len(analysis.graph.nodes) <= QUICK else SOME
+    best = fits.candidate
+    for _ in range(SHARPER if exceeds is not None else 0):
+        assert exceeds is not None
+        gain_s = fits.candidate.objective_s - exceeds.candidate.objective_s
+        if gain_s <= least * best.step_s:
+            break
+        room, more = kind.allowed - fits.used_bytes, exceeds.used_bytes - fits.used_bytes
+        share = min(max(room / more, EDGE), 1 - EDGE) if more > 0 else EDGE
+        limit = fits.limit_bytes + share * (exceeds.limit_bytes - fits.limit_bytes)
+        now = _tried(analysis, request, kind, limit, kind.within(limit, time_limit_s, rough=True))
+        if now is None:
+            break
+        if _fits(kind, now):
+            fits, best = now, min(best, now.candidate, key=lambda c: c.step_s)
+        else:
+            exceeds = now
+    limit = fits.limit_bytes
+    for _ in range(BRANCHED if best.solution.is_rough else 0):
+        solved = kind.within(limit, time_limit_s)
+        if solved[1].objective_s >= best.objective_s - least * best.step_s:
+            break
+        now = _tried(analysis, request, kind, limit, solved)
+        if now is None:
+            break
+        if _fits(kind, now):
+            return min(best, now.candidate, key=lambda c: c.step_s)
+        limit -= MORE * max(0.0, now.used_bytes - kind.allowed)
+    return best
+
+
+def _fits(kind: MeshSearch, tried: _Tried) -> bool:
+    """Whether device and host have the memory that was used."""
+    return tried.used_bytes <= kind.allowed and tried.candidate.host_bytes <= kind.host_allowed
+
+
+def _tried(
+    analysis: Analysis,
+    request: Request,
+    kind: MeshSearch,
+    limit: float | None,
+    solved: tuple[Built, Solution],
+) -> _Tried | None:
+    """A solution of a step of one stage, lowered; None if there is none.
+
+    Bytes are those of the fullest rank in proportion to its limit, which may be another.
+    """
+    if not solved[1].choice:
+        return None
+    found = evaluate(analysis, request, kind.cost, *solved, kind.limit_of)
+    used = math.ceil(found.memory.total_bytes * kind.allowed / found.limit_bytes)
+    found = replace(found, limited=limit is not None)
+    return _Tried(kind.allowed if limit is None else limit, found, used)

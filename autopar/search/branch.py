@@ -57,8 +57,13 @@ class Columns:
     )
 
 
-def search(program: IntegerProgram, columns: Columns, deadline: float, gap: float) -> Outcome:
-    """Solve the relaxation; round it where it is fractional; branch where rounding costs."""
+def search(
+    program: IntegerProgram, columns: Columns, deadline: float, gap: float, *, rough: bool = False
+) -> Outcome:
+    """Solve the relaxation; round it where it is fractional; branch where rounding costs.
+
+    A rough search branches only where rounding ends with nothing that fits.
+    """
     relaxed = run(program, deadline, gap, relaxed=True)
     kept = (keep for keep in (*columns.keep, *columns.away, *columns.states) if keep is not None)
     groups = [*columns.pick, *kept]
@@ -70,7 +75,7 @@ def search(program: IntegerProgram, columns: Columns, deadline: float, gap: floa
         return relaxed
     rounded = _dive(program, columns, relaxed, deadline, gap)
     # Rounding may end where nothing fits: then its objective is infinite, and close to anything.
-    near = gap > DIVE_GAP or rounded.objective - relaxed.bound <= DIVE_GAP * rounded.objective
+    near = rough or gap > DIVE_GAP or rounded.objective - relaxed.bound <= DIVE_GAP * rounded.objective
     if gap >= GAP and near and len(rounded.values):
         return rounded
     asked, num_nodes = (gap, None) if gap < GAP else (BRANCH_GAP, NUM_NODES)

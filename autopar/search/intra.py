@@ -45,31 +45,36 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.search.branch import GAP, SHARE, Columns, Way, search, taken
+from autopar.search.branch import DIVE_GAP, GAP, SHARE, Columns, Way, search, taken
 from autopar.search.linear import IntegerProgram, Outcome, run
 from autopar.search.problem import Arc, Choices, Moment, Problem, Shares, Solution, Value
 
 
-def solve(problem: Problem, *, time_limit_s: float = 60.0, gap: float = GAP) -> Solution:
+def solve(
+    problem: Problem, *, time_limit_s: float = 60.0, gap: float = GAP, rough: bool = False
+) -> Solution:
     """The least-seconds choice within memory, with its proven bound.
 
     Args:
         problem: What to choose.
         time_limit_s: Wall-clock limit of the solver.
         gap: Relative gap at which it may stop.
+        rough: Whether what rounding finds is enough, however far from the bound.
     """
     start = time.perf_counter()
     program, columns = IntegerProgram(), Columns()
     _add_all(program, problem, columns)
     _add_memory(program, problem, columns)
     paid = _add_price(program, problem, columns)
-    outcome = search(program, columns, start + time_limit_s, gap)
+    outcome = search(program, columns, start + time_limit_s, gap, rough=rough)
     if len(outcome.values):
         beside_s = sum(float(outcome.values[column]) * seconds for column, seconds in paid)
         outcome = replace(
             outcome, objective=outcome.objective - beside_s, bound=outcome.bound - beside_s
         )
-    return _solution(problem, columns, program, outcome, time.perf_counter() - start)
+    found = _solution(problem, columns, program, outcome, time.perf_counter() - start)
+    away = len(outcome.values) and found.objective_s - found.bound_s > DIVE_GAP * found.objective_s
+    return replace(found, is_rough=bool(rough and away))
 
 
 def _add_all(program: IntegerProgram, problem: Problem, columns: Columns) -> None:

@@ -290,6 +290,7 @@ class Solution:
     Attributes:
         status: ``optimal``, ``feasible``, ``infeasible`` (proven) or ``time_limited`` (the
             clock ended it, with or without a choice).
+        is_rough: Whether it was only rounded, and branching might find a better one.
         choice: Choice of every node.
         kept: Layout kept of every value that crosses into the backward, else None.
         choice_shares: Of divisible nodes whose members choose differently, what they choose;
@@ -307,6 +308,7 @@ class Solution:
     """
 
     status: str
+    is_rough: bool = False
     choice: tuple[int, ...] = ()
     kept: tuple[int | None, ...] = ()
     choice_shares: Mapping[int, Shares] = field(default_factory=dict)
