@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Optional
@@ -138,7 +138,8 @@ def plan(
     for note in subject.notes:
         out.print(f"note: {note}", markup=False)
     name = type(subject.model).__name__
-    with busy(out, f"planning {name} for {where.num_devices} ranks of {where.name}"):
+    doing = f"planning {name} for {where.num_devices} ranks of {where.name}"
+    with busy(out, doing) as now:
         search = planner(
             subject.model,
             where,
@@ -151,11 +152,15 @@ def plan(
         )
 
         def within(more: Sequence[Hint]) -> Plan:
-            limited = any(isinstance(h, MemoryLimit) for h in more)
-            own = [h for h in hints if not (limited and isinstance(h, MemoryLimit))]
+            limits = [h for h in more if isinstance(h, MemoryLimit)]
+            now(", ".join([doing, *map(str, limits)]))
+            own = [h for h in hints if not (limits and isinstance(h, MemoryLimit))]
             return search((*own, *more))
 
-        front = front_of(within) if pareto else (within(()),)
+        def told(line: str) -> None:
+            out.print(line, markup=False)
+
+        front = front_of(within, told=told) if pareto else (within(()),)
     found = front[0]
     out.print(plan_view(found), markup=False)
     if pareto:
@@ -278,14 +283,14 @@ def profile(
 
 
 @contextmanager
-def busy(out: Console, doing: str) -> Iterator[None]:
-    """A spinner with the seconds so far, where the output is a terminal."""
+def busy(out: Console, doing: str) -> Iterator[Callable[[str], None]]:
+    """A spinner with the seconds so far, where the output is a terminal; what changes its text."""
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as bar:
-        bar.add_task(doing, total=None)
-        yield
+        task = bar.add_task(doing, total=None)
+        yield lambda doing: bar.update(task, description=doing)
 
 
 def main() -> None:

@@ -202,6 +202,7 @@ class MeshSearch:
         self.hides = 1.0
         self.fewer = FEWER
         self.reserved = 0.0
+        self.left_more = False
         self.joint: Built | None = None
         self.last: tuple[tuple[object, ...], tuple[Built, Solution]] | None = None
         self.alike = False
@@ -218,15 +219,19 @@ class MeshSearch:
         solution = self.unlimited.solution
         return solution is not None and solution.status == "infeasible"
 
-    def hides_less(self, candidate: Candidate) -> bool:
+    def hides_less(self, candidate: Candidate, least: float) -> bool:
         """Whether copies hide behind less compute than was reckoned with, which is noted.
 
         Where that was so once, what is fastest without any copy has a try in the end.
+
+        Args:
+            candidate: What was lowered.
+            least: Part of the step from which on what nothing hides counts.
         """
         found = candidate.simulation
         hidden_s = found.copy_s - found.copy_exposed_s
         hides = hidden_s / found.compute_s if found.compute_s else 0.0
-        exposed = found.copy_exposed_s >= LESS * candidate.step_s
+        exposed = found.copy_exposed_s >= least * candidate.step_s
         if self.hides == 0 or (self.hides == 1 and not exposed):
             return False
         if not exposed:
@@ -235,13 +240,22 @@ class MeshSearch:
             self.hides = hides
         else:
             self.hides, self.fewer = self.fewer * self.hides, 0.0
-        self.reserved = 0.0
+        self.reserved, self.left_more = 0.0, False
         return True
 
     def leaves_room(self, candidate: Candidate) -> bool:
-        """Whether copies wait for room that was not left for them; from here on it is."""
-        before, self.reserved = self.reserved, max(self.reserved, float(candidate.crowded_bytes))
-        return before == 0 < self.reserved
+        """Whether copies wait for room that was not left for them; from here on it is.
+
+        What was left by the problem's sums may be too little for the program: then, once, so much
+        more.
+        """
+        room = candidate.pipeline.stages[0].copy_room_bytes or 0
+        missing = candidate.crowded_bytes - room
+        if missing <= 0 or self.left_more:
+            return False
+        self.left_more = self.reserved > 0
+        self.reserved = max(self.reserved + missing, float(candidate.crowded_bytes))
+        return True
 
     def host_asked(self, time_limit_s: float) -> float:
         """Bytes of host memory a rank that hints ask for, if they are more than there are."""

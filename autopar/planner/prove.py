@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from autopar.planner.evaluate import evaluate, evaluate_stages
+from autopar.planner.evaluate import FASTER, evaluate, evaluate_stages
 from autopar.planner.lanes import LESS, WORTH, Lanes, MeshSearch, shared_s
 from autopar.planner.refine import QUICK, refined
 from autopar.planner.request import Candidate, Failure, Request
@@ -67,15 +67,16 @@ def prove(
     """
     best: Candidate | None = None
     is_alone = len(search.searches) == 1
+    least = FASTER if is_alone and len(analysis.graph.nodes) <= QUICK else LESS
     while True:
-        outcome = _tightened(
-            analysis, request, search, time_limit_s, beat_s, best, rough=is_alone
-        )
+        outcome = _tightened(analysis, request, search, time_limit_s, beat_s, best, rough=is_alone)
         if is_alone and isinstance(outcome, Failure) and not outcome.proven | outcome.too_slow:
             outcome = _tightened(analysis, request, search, time_limit_s, beat_s, best, rough=False)
         if isinstance(outcome, Candidate):
             best = outcome if best is None or outcome.step_s < best.step_s else best
-            again = [k for k in search.kinds if k.leaves_room(outcome) or k.hides_less(outcome)]
+            again = [
+                k for k in search.kinds if k.leaves_room(outcome) or k.hides_less(outcome, least)
+            ]
             if not again:
                 return best
         elif best is not None or outcome.proven or outcome.too_slow:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from rich.console import RenderableType
 
 from autopar import hint
-from autopar.errors import InfeasibleError, SearchTimeoutError
+from autopar.errors import AutoparError, InfeasibleError, SearchTimeoutError
 from autopar.hint import Hint
 from autopar.plan.records import Plan
 from autopar.plan.text import add_row, bar, section, table
@@ -19,27 +19,42 @@ STEPS = 10
 Search = Callable[[Sequence[Hint]], Plan]
 """Plans with hints beside those that the user gave."""
 
+Told = Callable[[str], None]
+"""Is told in a line what became of each limit, as soon as it is known."""
 
-def pareto(search: Search, steps: int = STEPS) -> tuple[Plan, ...]:
+
+def pareto(search: Search, steps: int = STEPS, told: Told = lambda line: None) -> tuple[Plan, ...]:
     """Plans that are fastest within their memory, the fastest first; none is slower and larger.
 
     The memory of the fastest plan without a limit of its own is cut by a step at a time, until
-    nothing is found that fits.
+    nothing is found that fits or time is up. A limit that ends in another error is passed over, and
+    an interrupt ends the search: what was planned by then is returned.
 
     Args:
         search: Makes a plan.
         steps: Parts into which that memory is cut.
+        told: Is told how far it is.
 
     Raises:
         InfeasibleError: Nothing fits the devices at all.
     """
     found = [search(())]
     total = found[0].prediction.memory.total_bytes
-    for part in range(steps - 1, 0, -1):
-        try:
-            found.append(search((hint.memory_limit(max(1, total * part // steps)),)))
-        except (InfeasibleError, SearchTimeoutError):
-            break
+    told(f"the fastest plan: {_line(found[0])}")
+    try:
+        for part in range(steps - 1, 0, -1):
+            limit = max(1, total * part // steps)
+            where = f"within {bytes_text(limit)} ({percent_text(part / steps)})"
+            try:
+                found.append(search((hint.memory_limit(limit),)))
+                told(f"{where}: {_line(found[-1])}")
+            except (InfeasibleError, SearchTimeoutError) as error:
+                told(f"{where}, and no further: {error}")
+                break
+            except AutoparError as error:
+                told(f"{where}, passed over: {error}")
+    except KeyboardInterrupt:
+        told("stopped; what was planned is kept")
     found.sort(key=lambda plan: (plan.prediction.step_s, plan.prediction.memory.total_bytes))
     front: list[Plan] = []
     for plan in found:
@@ -47,6 +62,12 @@ def pareto(search: Search, steps: int = STEPS) -> tuple[Plan, ...]:
         if least is None or plan.prediction.memory.total_bytes < least:
             front.append(plan)
     return tuple(front)
+
+
+def _line(plan: Plan) -> str:
+    """Memory and step time of a plan."""
+    memory = bytes_text(plan.prediction.memory.total_bytes)
+    return f"{memory} a rank, {seconds_text(plan.prediction.step_s)} a step"
 
 
 COLUMNS = ("memory a rank", "host memory", "step", "slower by", "runs again", "offloaded")

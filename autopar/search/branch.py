@@ -75,7 +75,9 @@ def search(
         return relaxed
     rounded = _dive(program, columns, relaxed, deadline, gap)
     # Rounding may end where nothing fits: then its objective is infinite, and close to anything.
-    near = rough or gap > DIVE_GAP or rounded.objective - relaxed.bound <= DIVE_GAP * rounded.objective
+    near = (
+        rough or gap > DIVE_GAP or rounded.objective - relaxed.bound <= DIVE_GAP * rounded.objective
+    )
     if gap >= GAP and near and len(rounded.values):
         return rounded
     asked, num_nodes = (gap, None) if gap < GAP else (BRANCH_GAP, NUM_NODES)

@@ -64,6 +64,22 @@ def test_problems_are_built_once_for_all_limits_and_plans_are_the_same() -> None
     assert shared.stages == alone.stages and shared.prediction == alone.prediction
 
 
+def test_a_point_that_fails_or_an_interrupt_loses_no_other_point(front: Front) -> None:
+    """Limits in turn: planned, an error, planned, Ctrl-C."""
+    plans, lines = front[0], list[str]()
+    ends = iter((plans[0], plans[1], AutoparError("no such thing"), plans[2], KeyboardInterrupt()))
+
+    def search(more: Sequence[Hint]) -> Plan:
+        end = next(ends)
+        if isinstance(end, BaseException):
+            raise end
+        return end
+
+    assert pareto(search, told=lines.append) == plans[:3]
+    assert "passed over: no such thing" in lines[2] and "(80" in lines[2]
+    assert lines[-1] == "stopped; what was planned is kept" and len(lines) == 5
+
+
 def within(plans: Sequence[Plan], limit_bytes: int) -> list[Plan]:
     return [replace(plan, memory_limit_bytes=limit_bytes) for plan in plans]
 
