@@ -8,15 +8,19 @@ parameter lies.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from autopar.capture.substitute import Leaves
-from autopar.capture.tape import Tape, storage_id
+from autopar.capture.tape import Tape, same_steps, storage_id
 from autopar.errors import CaptureError, UnsupportedError
+
+_PLAIN = (bool, int, float, complex, str)
 
 
 def check_state(leaves: Leaves, tape: Tape, changing: Collection[str]) -> None:
@@ -57,6 +61,62 @@ def check_state(leaves: Leaves, tape: Tape, changing: Collection[str]) -> None:
                 f"{other!r}, which a plan keeps apart; assign one tensor to both names, make one "
                 "of the other in the forward, or clone() one"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """An attribute of a module, a plain number or text, that the forward changed."""
+
+    module: nn.Module
+    name: str
+    before: object
+    after: object
+
+    def __str__(self) -> str:
+        return f"{self.name!r} of a {type(self.module).__name__}"
+
+
+def counted_by(leaves: Leaves) -> tuple[Counted, ...]:
+    """The numbers and texts that the forward changed, before they are put back."""
+    found = []
+    for snapshot in leaves.snapshots:
+        now = vars(snapshot.module)
+        for name, before in snapshot.attributes.items():
+            after = now.get(name)
+            if type(after) in _PLAIN and type(before) in _PLAIN and after != before:
+                found.append(Counted(snapshot.module, name, before, after))
+    return tuple(found)
+
+
+@contextmanager
+def counted_on(counted: Iterable[Counted]) -> Iterator[None]:
+    """Modules with the numbers that a forward left in them."""
+    try:
+        for own in counted:
+            vars(own.module)[own.name] = own.after
+        yield
+    finally:
+        for own in counted:
+            vars(own.module)[own.name] = own.before
+
+
+def check_counted(counted: Sequence[Counted], first: Tape, second: Tape) -> None:
+    """Refuse numbers that a forward changes and the next one computes with.
+
+    Args:
+        counted: What the forward changed.
+        first: What it recorded.
+        second: What it recorded with the changed numbers.
+
+    Raises:
+        CaptureError: They are not the same.
+    """
+    if not same_steps(first, second):
+        raise CaptureError(
+            f"cannot capture a step that counts in Python: the forward changes attribute "
+            f"{', '.join(map(str, counted[:3]))} and computes with it, and a step is captured "
+            "once; make it a tensor, registered as a buffer, or pass it in the batch"
+        )
 
 
 def _replaced(leaves: Leaves) -> Iterator[tuple[str, Tensor]]:

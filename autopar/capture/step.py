@@ -49,7 +49,7 @@ from autopar.capture.rewrites import REWRITES
 from autopar.capture.sdpa import SDPA, Attention
 from autopar.capture.shapes import Shapes
 from autopar.capture.simplify import finish, simplify
-from autopar.capture.state import check_state
+from autopar.capture.state import Counted, check_counted, check_state, counted_by, counted_on
 from autopar.capture.substitute import Leaves, substituted
 from autopar.capture.tape import Tape
 from autopar.errors import AutoparError, CaptureError, UnsupportedError
@@ -140,7 +140,11 @@ def capture_step(
     with _no_collection(), functions, _no_other_draws():
         program = _Program(model, loss or default_loss, precision, grad)
         calls = _calls(program, batch, alone)
-        tape, results, aliases = _record(program, batch, calls)
+        tape, results, aliases, counted = _record(program, batch, calls)
+        if counted:
+            with counted_on(counted):
+                again = _recorded_again(program, batch, calls)
+            check_counted(counted, tape, again or tape)
         rewrites = {**REWRITES, **mask_rewrites(tape.constants)}
         drafts, refs = simplify(tape.steps, results.refs(), rewrites)
         nodes, refs = finish(drafts, refs)
@@ -254,10 +258,18 @@ def _calls(program: _Program, batch: Any, alone: Alone | None) -> _Calls:
     return _Calls(ran, alone.microbatches if ran else 1, dims_of_calls(*watches))
 
 
+def _recorded_again(program: _Program, batch: Any, calls: _Calls) -> Tape | None:
+    """The step with its model as the last forward left it; None if that is not all it left."""
+    try:
+        return _record(program, batch, calls)[0]
+    except Exception:  # noqa: BLE001  (a cache that was put back may be missed in any way)
+        return None
+
+
 def _record(
     program: _Program, batch: Any, calls: _Calls
-) -> tuple[Tape, _Results, Mapping[str, str]]:
-    """A functional tape of the step, its results, and the second names of tied tensors."""
+) -> tuple[Tape, _Results, Mapping[str, str], tuple[Counted, ...]]:
+    """A functional tape of the step, its results, second names of tied tensors, and what counts."""
     paths, tensors, _ = flatten_batch(batch)
     model = program.model
     shapes, tape, provenance = Shapes(), Tape(), Provenance(model)
@@ -285,7 +297,7 @@ def _record(
             made, refs, written = functionalize(tape, results.refs(), recorder_for)
             results = _with_written(results.renamed(refs), written, tape)
         check_state(leaves, tape, {*results.gradients, *results.buffers})
-        return made, results, leaves.aliases
+        return made, results, leaves.aliases, counted_by(leaves)
 
 
 @contextmanager

@@ -59,6 +59,20 @@ def storage_id(tensor: Tensor) -> int:
     return number
 
 
+def same_steps(one: Tape, other: Tape) -> bool:
+    """Whether two recordings compute the same, of equal constants."""
+
+    def said(step: Step) -> object:
+        return step.op, step.args, step.kwargs, step.outputs, step.target
+
+    return (
+        one.constants.keys() == other.constants.keys()
+        and all(torch.equal(value, other.constants[n]) for n, value in one.constants.items())
+        and len(one.steps) == len(other.steps)
+        and all(said(a) == said(b) for a, b in zip(one.steps, other.steps, strict=True))
+    )
+
+
 class Tape:
     """The steps of one recording, the tensors they made, and the constants they read.
 

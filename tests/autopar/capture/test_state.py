@@ -121,3 +121,25 @@ def test_a_tensor_given_other_memory_is_refused_by_name(name: str) -> None:
         return model.linear(x) * model.scale  # type: ignore[no-any-return]
 
     assert f"'{name}.data'" in refused(Program(moved, scale=torch.ones(8)))
+
+
+def test_a_count_in_python_that_the_next_step_computes_with_is_refused() -> None:
+    def warmed(model: Any, x: Tensor) -> Tensor:
+        model.calls += 1
+        return model.linear(x) * min(1.0, model.calls / 10)  # type: ignore[no-any-return]
+
+    assert "attribute 'calls' of a Program" in refused(Program(warmed, calls=0))
+    # As soon as it changes nothing any more, it may count on.
+    equal(Program(warmed, calls=20))
+
+
+def test_a_cache_that_is_filled_in_the_first_call_is_captured() -> None:
+    def cached(model: Any, x: Tensor) -> Tensor:
+        if model.filled < x.shape[1]:
+            model.filled, model.scales = x.shape[1], torch.arange(8.0)
+        return model.linear(x) * model.scales  # type: ignore[no-any-return]
+
+    model = Program(cached, filled=0)
+    model.scales = None
+    equal(model)
+    assert model.filled == 0 and model.scales is None
