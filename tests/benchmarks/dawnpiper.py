@@ -2,11 +2,12 @@
 
 GPT-2 medium, BERT large and T5 large on 4 and 8 stages of one device each, under 1F1B with two
 microbatches a stage. For every way to cut the step (`tests.oracles.stagecuts`) and for the planner:
-the largest microbatch that fits (four sizes are tried between one and twice as many samples), as a
-multiple of that of the even cut that keeps everything; then, at the largest of all ways but the
-planner's, the step, the bytes of the fullest stage, how many times that is what the emptiest stage
-holds, and the processor seconds it took. At last the planner's step as a multiple of that of the
-even cut made to fit, within ten parts of what the fullest stage holds where everything is kept.
+the largest microbatch that fits (eight sizes are tried between one and twice as many samples), as
+a multiple of that of the even cut that keeps everything; then, at the largest of all ways but the
+planner's, the step, the bytes of every stage, how many times what the emptiest stage holds the
+fullest does, the same of those stages alone that run something again or send it away, and the
+processor seconds it took. At last the planner's step as a multiple of that of the even cut made to
+fit, within five parts of what the fullest stage holds where everything is kept.
 Names of models as arguments run those alone, numbers as many stages. All *simulated*.
 """
 
@@ -44,13 +45,13 @@ from tests.oracles.stagecuts import StageCuts, Staged
 A_STAGE = 2
 """Microbatches a stage."""
 
-FINE = 4
+FINE = 8
 """Sizes of a microbatch that are tried between one and twice as many samples."""
 
 SIZES = tuple(sorted({round(2 ** (n / FINE)) for n in range(8 * FINE + 1)}))
 """Samples of a microbatch."""
 
-LIMITS = tuple(part / 100 for part in range(95, 45, -5))
+LIMITS = tuple(part / 10 for part in range(9, 4, -1))
 """Parts of what the fullest stage holds where all is kept, within which the last two are timed."""
 
 
@@ -230,7 +231,7 @@ def rows(case: Case) -> list[list[str]]:
                 f"{size}",
                 f"{staged.step_s / cuts.samples * 1e3:.1f} ms",
                 " ".join(f"{peak / 2**30:.1f}" for peak in staged.peaks),
-                f"{staged.spread:.2f}",
+                f"{staged.spread:.2f} ({staged.bound_spread:.2f})",
                 f"{seconds:.1f} s",
             ]
         )

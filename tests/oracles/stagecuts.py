@@ -62,15 +62,23 @@ class Staged:
     Attributes:
         step_s: With the update.
         peaks: Bytes of every stage.
+        bound: Whether every stage runs something again or sends it away.
     """
 
     step_s: float
     peaks: tuple[int, ...]
+    bound: tuple[bool, ...]
 
     @property
     def spread(self) -> float:
         """Bytes of the fullest stage, as a multiple of those of the emptiest."""
         return max(self.peaks) / min(self.peaks)
+
+    @property
+    def bound_spread(self) -> float:
+        """The same of the stages that have a use for more memory; 1 where none has."""
+        peaks = [peak for peak, own in zip(self.peaks, self.bound, strict=True) if own]
+        return max(peaks) / min(peaks) if peaks else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +314,8 @@ class StageCuts:
         peaks = tuple(
             predicted_memory(s.program, s.peak, ADAMW, away=away).total_bytes for s in result.stages
         )
-        return Staged(result.seconds(updates_s), peaks)
+        bound = tuple(bool(own.recomputed or own.offloaded) for own in pipeline.stages)
+        return Staged(result.seconds(updates_s), peaks, bound)
 
 
 LOOSE = 1 + 1e-4
