@@ -21,6 +21,7 @@ from autopar.errors import UnsupportedError
 from autopar.ir.sharding import Sharding
 from autopar.lower.rows import turns_of
 from autopar.plan.records import StagePlan
+from autopar.planner.cuts import least_starts
 from autopar.planner.evaluate import evaluate_pipeline, predicted_memory
 from autopar.planner.fronts import held_bytes, problems_of, ways_of, within
 from autopar.planner.lanes import LESS, Lanes, MeshSearch
@@ -107,7 +108,7 @@ def stagewise(
         thorough: Whether to fit the stages of an even cut, too, each by all its ways lowered.
         units: Of the forward; None for such as the even cut has borders at.
     """
-    if search.layout.schedule not in KNOWN or search.layout.hints:
+    if search.layout.schedule not in KNOWN:
         return None
     microbatches = search.searches[0].plain.mesh.microbatches
     each_s = search.work_s(time_limit_s) / microbatches
@@ -170,9 +171,27 @@ class _Stagewise:
         }
         seconds = seconds_by_forward(self.analysis, kinds[self.search.searches[0]]).sum(axis=0)
         found = units_of(self.analysis, seconds.tolist(), GRAIN * len(self.layout.lanes))
+        found = divided(found, self._asked)
         if self.layout.num_chunks > 1:
             return found
         return divided(found, self._even_cuts([kinds[own] for own in self.search.searches]))
+
+    @functools.cached_property
+    def _least(self) -> list[list[int]] | None:
+        """Where chunks may begin, as of `cuts.least_starts`."""
+        return least_starts(self.analysis, self.layout.hints, self.layout.lanes)
+
+    @property
+    def _asked(self) -> set[int]:
+        """Positions of the forward before which hints let no chunk begin that ends behind them."""
+        rows = self._least or []
+        return {first for row in rows for end, first in enumerate(row) if 0 < first < end}
+
+    def _meets_hints(self, cuts: Sequence[int]) -> bool:
+        """Whether chunks that begin there are such as hints leave."""
+        ends = *cuts, self.units.starts[-1]
+        pairs = zip((0, *cuts), ends, self._least or [], strict=False)
+        return all(first >= row[end] for first, end, row in pairs)
 
     def _even_cuts(self, kinds: Sequence[Kind]) -> tuple[int, ...]:
         """Where the plans of all stages are cut if memory does not matter."""
@@ -308,6 +327,8 @@ class _Stagewise:
             for _ in range(EVENED):
                 if cuts == dealt.cuts or any(b <= a for a, b in pairwise(cuts)):
                     break
+                if not self._meets_hints(cuts):
+                    break
                 moved = replace(dealt, cuts=cuts)
                 other, used = self._evaluated(moved)
                 full = self._over(used)
@@ -352,6 +373,10 @@ class _Stagewise:
             ),
             schedules=((layout.schedule, layout.num_chunks),),
             most_stages=len(places),
+            starts=tuple(
+                tuple(bisect_left(self.units.starts, row[end]) for end in self.units.starts)
+                for row in self._least or ()
+            ),
         )
 
     def _send_bytes(self, position: int) -> float:

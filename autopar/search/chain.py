@@ -238,8 +238,10 @@ class Chain:
             own_s = segments.least_s(self.memo.counts(block, end))
             if not own_s < most_s:
                 return
-            if own_s < self._most_s(cap_s, before_s, end, behind) and self._rest_fits(
-                before_s + own_s, (end, place.end), behind, cap_s
+            if (
+                self.problem.may_hold(stage, block, end)
+                and own_s < self._most_s(cap_s, before_s, end, behind)
+                and self._rest_fits(before_s + own_s, (end, place.end), behind, cap_s)
             ):
                 yield end, own_s
 
@@ -299,6 +301,8 @@ class Chain:
         (end, next_place), (block, place), (behind, before_s, cap_s) = source_key, target, limits
         segments, counts = self._segments(place, behind), self.memo.counts(block, end)
         states, ways = source
+        if not self.problem.may_hold(self.num_stages - 1 - behind, block, end):
+            return
         most_s = self._most_s(cap_s, before_s, end, behind)
         if not segments.least_s(counts) < most_s:
             return

@@ -21,7 +21,7 @@ from autopar.schedules.table import schedule_named
 from autopar.search.chain import Combination, Memo
 from autopar.search.interproblem import Choice, Piece, Place, Point, Setting
 from autopar.search.segments import Segments, costs_of
-from autopar.search.stages import balanced_cuts
+from autopar.search.stages import balanced_cuts, bounded_cuts
 from autopar.search.timeline import BACKWARD, BEFORE, COSTS, REDUCE, WEIGHT
 
 
@@ -140,6 +140,10 @@ class Chunked:
             if not points:
                 return []
             seconds.append(min(p.forward_s + p.backward_s for p in points))
+        if starts := self.memo.problem.starts:
+            rows = seconds, [1.0] * len(blocks)
+            bounded = (bounded_cuts([row] * number, starts) for row in rows)
+            return list(dict.fromkeys(cuts for cuts in bounded if cuts))
         even = tuple(round(i * len(blocks) / number) for i in range(1, number))
         found = [tuple(balanced_cuts(seconds, number)), even]
         return list(dict.fromkeys(found))

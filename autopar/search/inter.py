@@ -161,6 +161,8 @@ def _possible(
         return False
     if chunks > 1 and not family.is_tiling:
         return False
+    if problem.starts and len(problem.starts) != num_stages * chunks:
+        return False
     size = Size(lanes=num_stages, chunks=chunks, microbatches=setting.microbatches)
     try:
         schedule_named(schedule).check(size, len(problem.blocks))

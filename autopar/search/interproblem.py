@@ -148,6 +148,8 @@ class InterProblem:
         links: Between every device and the next.
         schedules: (name, chunks a stage) to choose from.
         most_stages: Of a pipeline; ``least_stages`` it has at least.
+        starts: Of every piece, for every number of blocks in front of its end, the first block with
+            which it may begin: pipelines then have as many pieces. Empty for any.
     """
 
     blocks: tuple[int, ...]
@@ -157,6 +159,7 @@ class InterProblem:
     schedules: tuple[tuple[str, int], ...] = (("1f1b", 1),)
     most_stages: int = 64
     least_stages: int = 1
+    starts: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         for name, chunks in self.schedules:
@@ -166,6 +169,10 @@ class InterProblem:
         for setting in self.settings:
             assert len(setting.send_bytes) == len(self.blocks) - 1, "bytes behind all but the last"
             assert max(self.blocks) < len(setting.fronts)
+
+    def may_hold(self, piece: int, first: int, end: int) -> bool:
+        """Whether a piece of the pipeline may hold the blocks from one on, up to another."""
+        return not self.starts or first >= self.starts[piece][end]
 
     def send_s(self, setting: Setting, block: int, left: Place, right: Place) -> float:
         """Seconds of the message behind a block, from one stage to the next; the way back too."""

@@ -101,6 +101,7 @@ def test_units_of_a_kind_are_the_same_places_of_copies_that_read_alike() -> None
     assert set(units.home.values()) == set(range(len(units.kinds)))
 
 
+@functools.cache
 def within(num_bytes: float, *hints: hint.Hint) -> Plan:
     """Four stages of one device that holds so much."""
     alike = Cluster.local(4)
@@ -120,3 +121,16 @@ def test_an_early_stage_recomputes_more_than_a_late_one_and_no_more_than_it_must
     again = [len(stage.recomputed) for stage in plan.stages]
     assert again[0] > 0 and again[0] >= again[1] >= again[2] >= again[3]
     assert plan.prediction.memory.total_bytes <= 0.7 * most
+
+
+@pytest.mark.large
+def test_where_hints_cut_every_stage_recomputes_what_it_must() -> None:
+    limit = 0.7 * within(1e12).prediction.memory.total_bytes
+    plan = within(limit, hint.cut_before("transformer.h.3"))
+    assert plan.prediction.memory.total_bytes <= limit
+    assert len({len(stage.recomputed) for stage in plan.stages}) > 1
+    nodes = deep().graph.by_name
+    for stage in plan.stages:
+        modules = [f"{nodes[own.name].source.module}." for own in stage.nodes]
+        held = [any(m.startswith(f"transformer.h.{n}.") for m in modules) for n in (2, 3)]
+        assert not all(held)

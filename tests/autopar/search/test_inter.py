@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from autopar.search.inter import solve_inter
 from autopar.search.interproblem import Family, InterProblem, Link, Place, Point, Setting
+from autopar.search.stages import least_firsts
 from tests.oracles import inter as oracle
 
 WHOLE = st.integers(0, 6).map(float)
@@ -90,6 +92,31 @@ def test_optimum_equals_exhaustion(schedules: tuple[str, ...], data: st.DataObje
     assert none.best is None
     plan = oracle.plans_of(found.best, problem)
     assert oracle.step_s(problem, plan) == pytest.approx(found.best.step_s, rel=1e-9)
+
+
+@settings(max_examples=60)
+@given(problems((("1f1b", 1),)), st.data())
+def test_where_a_stage_must_begin_it_does_and_the_optimum_equals_exhaustion(
+    problem: InterProblem, data: st.DataObject
+) -> None:
+    most = min(len(problem.blocks), len(problem.links) + 1)
+    assume(most > 1)
+    cut = data.draw(st.integers(1, len(problem.blocks) - 1))
+    lanes = range(data.draw(st.integers(2, most)))
+    starts = tuple(map(tuple, least_firsts(len(problem.blocks), {cut}, {}, lanes)))
+    found = solve_inter(replace(problem, starts=starts)).best
+    least_s = oracle.best_s(
+        problem,
+        (
+            plan
+            for plan in oracle.every_plan(problem, ["1f1b"])
+            if len(plan.places) == len(lanes) and cut in (first for first, _ in plan.borders)
+        ),
+    )
+    assert (found is None) == (least_s is None)
+    if found is not None and least_s is not None:
+        assert found.step_s == pytest.approx(least_s, rel=1e-9)
+        assert len(found.places) == len(lanes) and cut in (piece.first for piece in found.pieces)
 
 
 EVERY = (("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("interleaved", 2), ("zb-v", 2))
