@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from autopar.planner.evaluate import FASTER, evaluate, evaluate_stages
 from autopar.planner.lanes import LESS, WORTH, Lanes, MeshSearch, shared_s
+from autopar.planner.pipelines import CHEAP
 from autopar.planner.refine import QUICK, refined
 from autopar.planner.request import Candidate, Failure, Request
 from autopar.search.analysis import Analysis
@@ -45,7 +46,8 @@ FROM = (1.0, 1.01, 1.05, 1.2)
 """
 
 FEW = 10_000
-"""Nodes of a step up to which local moves are tried where nothing fits: they are many then.
+"""Nodes of a step up to which local moves are tried where nothing fits: they are many then; of a
+pipeline, which is lowered whole, up to `CHEAP`.
 
 And up to which all spacings of checkpoints are lowered, not that alone which is modelled fastest.
 """
@@ -134,21 +136,31 @@ def _promising(search: Lanes, time_limit_s: float) -> list[int]:
 def squeezed(
     analysis: Analysis, request: Request, search: Lanes, time_limit_s: float
 ) -> Candidate | None:
-    """A plan of one stage that fits after local moves, from one that needs little by its sums."""
-    if len(search.searches) > 1 or len(analysis.graph.nodes) > FEW:
+    """A plan that fits after local moves, from one that needs little by its sums."""
+    num_stages, num_nodes = len(search.searches), len(analysis.graph.nodes)
+    if num_nodes > (FEW if num_stages == 1 else CHEAP):
         return None
-    (kind,) = search.kinds
-    problem = kind.within(kind.allowed, time_limit_s)[0].problem
-    least = least_bytes(problem, time_limit_s=time_limit_s).num_bytes
-    if least > REACH * kind.allowed:
-        return None
+    least: dict[MeshSearch, float] = {}
+    for kind in search.kinds:
+        problem = kind.within(kind.allowed, time_limit_s)[0].problem
+        of_all = least_bytes(problem, time_limit_s=time_limit_s).num_bytes
+        least[kind] = of_all / num_stages
+        if least[kind] > REACH * kind.allowed:
+            return None
     for part in FROM:
-        built, solution = kind.within(max(kind.allowed, part * least), time_limit_s)
-        if solution.choice:
-            start = evaluate(analysis, request, kind.cost, built, solution, kind.limit_of)
+        solved = {
+            kind: kind.within(max(kind.allowed, part * own), time_limit_s)
+            for kind, own in least.items()
+        }
+        if all(solution.choice for _, solution in solved.values()):
+            kind = search.kinds[0]
+            if num_stages > 1:
+                start, _ = evaluate_stages(analysis, request, search, solved)
+            else:
+                start = evaluate(analysis, request, kind.cost, *solved[kind], kind.limit_of)
             found = refined(analysis, request, start, kind.limit_of)
             fits = found.memory.total_bytes <= found.limit_bytes
-            fits = fits and kind.fits_host(found.host_bytes)
+            fits = fits and all(own.fits_host(found.host_bytes) for own in search.kinds)
             return replace(found, limited=True) if fits else None
     return None
 

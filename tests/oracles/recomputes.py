@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -116,12 +117,14 @@ class Stages:
         """The step of the same stages, each with the choice that takes least and fits.
 
         Of every choice of the values that are not kept, all else that they need run again, once or
-        for each use.
+        for each use; infinite if none of these fits.
         """
         plans = list(plan.pipeline.stages)
         for number, stage in enumerate(plans):
             costs = ((self._cost(plan, number, own), own) for own in self._choices(stage))
             fitting = [(cost.seconds, own) for cost, own in costs if cost.peak_bytes <= limit_bytes]
+            if not fitting:
+                return math.inf
             plans[number] = min(fitting, key=lambda own: own[0])[1]
         return self.step_s(plan, plans)
 
