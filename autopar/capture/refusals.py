@@ -45,6 +45,13 @@ def _renormalized(*args: Any) -> str:
     return "max_norm writes to the table in the forward; normalize it after the optimizer's step"
 
 
+def _resized(*args: Any) -> str:
+    return (
+        "it resizes a tensor in place; make a new tensor instead (nn.LocalResponseNorm in place of "
+        "nn.CrossMapLRN2d)"
+    )
+
+
 _SOMETIMES_RANDOM = (
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
@@ -54,4 +61,6 @@ _SOMETIMES_RANDOM = (
 _REFUSALS: Mapping[Any, Refusal] = {
     aten.embedding.default: _embedding,
     aten.embedding_renorm_.default: _renormalized,
+    aten.resize_.default: _resized,
+    aten.resize_as_.default: _resized,
 }

@@ -260,7 +260,7 @@ REFUSED: Mapping[str, tuple[Case, str]] = {
         through(nn.CTCLoss, lambda m, x, y: lengths(x, y, m), (4, 5, 6), ("<", 5, 4, 2)),
         "the shape of its result depends on the data",
     ),
-    "CrossMapLRN2d": (case(nn.CrossMapLRN2d, PLANE, args=(2,)), "no rule for op"),
+    "CrossMapLRN2d": (case(nn.CrossMapLRN2d, PLANE, args=(2,)), "it resizes a tensor"),
     "RReLU": (case(nn.RReLU, ROW), "it draws random numbers in a way"),
 }
 """Modules that are refused, and in which words."""
