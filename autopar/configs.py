@@ -144,8 +144,6 @@ def build_model(file: ConfigFile, wanted: Wanted) -> ConfiguredModel:
     if _has_experts(config):
         grouped = DTYPES[name] == torch.bfloat16
         options["experts_implementation"] = "grouped_mm" if grouped else "batched_mm"
-        if not grouped:
-            notes.append("experts are computed for one token at a time; --dtype bf16 groups them")
     torch.manual_seed(0)
     with torch.device("cpu" if wanted.real else "meta"), _as_errors(file, made.__name__):
         model = made._from_config(config, **options)

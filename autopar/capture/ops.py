@@ -13,6 +13,7 @@ from autopar.capture import (  # noqa: F401  (they define autopar's own ops)
     attention_dropout,
     onehot,
     random,
+    routed,
 )
 from autopar.errors import CaptureError
 from autopar.ir.graph import STREAM, Arg, Const, Ref

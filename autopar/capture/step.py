@@ -37,6 +37,7 @@ from autopar.capture.batch import batch_dims, flatten_batch, unflatten_batch
 from autopar.capture.checkpoints import without_checkpoints
 from autopar.capture.decompose import DECOMPOSITIONS
 from autopar.capture.draws import Draws
+from autopar.capture.experts import routed_experts
 from autopar.capture.functionalize import functionalize
 from autopar.capture.functions import FUNCTIONS
 from autopar.capture.intercept import Intercept
@@ -437,6 +438,7 @@ class _Run:
                 casting(model, precision, self.provenance.inside),
                 self.provenance.watch(),
                 intercept,
+                routed_experts(),
             ):
                 loss, aux = self._forward(batch)
             _check_loss(loss, grad=grad)

@@ -43,6 +43,9 @@ _WRITTEN_BYTES = 4
 _DROPPED_WHERE_DRAWN = frozenset({"autopar.dropout.default"})
 """Ops that on such devices use their words where they draw them, and write none."""
 
+_ROUTED = frozenset({"autopar.routed_linear.default", "autopar.routed_outer.default"})
+"""Ops that sort rows by expert before their product, and back behind it."""
+
 _WEIGHT_BYTES = 80
 """Bytes that an attention weight moves where it is made: ten fp32 ops of a read and a write."""
 
@@ -132,6 +135,9 @@ def bytes_moved(op: str, operands: Sequence[TensorType], outputs: Sequence[Tenso
     """Bytes that a kernel reads and writes at least, apart from random words."""
     written = sum(kind.num_bytes for kind in outputs)
     read = sum(kind.num_bytes for kind in operands)
+    if op in _ROUTED:
+        sorted_bytes = sum(k.num_bytes for k in (*operands, *outputs) if len(k.shape) == 2)
+        return read + written + 2 * sorted_bytes
     if op not in _LOOKUPS or not operands:
         return read + written
     rest = read - operands[0].num_bytes

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from autopar.ir.graph import DTYPE_BYTES, Node, TensorType
-from autopar.rules.expansions import bias_once
+from autopar.rules.expansions import bias_once, routed, routed_outer
 from autopar.rules.factors import Factors, linear_sets, table
 from autopar.rules.notation import Dims, Rule, RuleMaker, rule
 
@@ -82,6 +82,25 @@ def _grouped(node: Node, operands: tuple[TensorType, ...]) -> Rule:
     return factors.rule(left, right, linear=linear_sets("0 | 1"), flops=flops)
 
 
+_EXPERTS = frozenset({"e"})
+
+
+def _routed_outer(node: Node, operands: tuple[TensorType, ...]) -> Rule:
+    factors = Factors()
+    (rows, height), width = operands[0].shape, operands[1].shape[1]
+    t, n, k = factors.dim("t", rows), factors.dim("n", height), factors.dim("k", width)
+    e = factors.dim("e", node.outputs[0].shape[0])
+    return factors.rule(
+        ((t, n), (t, k), (t,)),
+        ((e, n, k),),
+        linear=linear_sets("0 | 1"),
+        expand=routed_outer,
+        expand_on=_EXPERTS,
+        contiguous=_EXPERTS,
+        flops=2 * rows * height * width,
+    )
+
+
 RULES: Mapping[str, RuleMaker] = {
     **table("mm", rule("m k, k n -> m n", linear="0 | 1", flops=multiply_adds("m k n"))),
     **table("bmm", rule("b m k, b k n -> b m n", linear="0 | 1", flops=multiply_adds("b m k n"))),
@@ -95,6 +114,18 @@ RULES: Mapping[str, RuleMaker] = {
     **table("_pdist_forward", rule("m d -> k", whole="m d k")),
     **table("_pdist_backward", rule("k, m d, k -> m d", linear="0", whole="m d k")),
     **table("_grouped_mm", _grouped),
+    **table(
+        "autopar::routed_linear",
+        rule(
+            "t k, e n k, t -> t n",
+            linear="0 | 1",
+            expand=routed,
+            expand_on=_EXPERTS,
+            contiguous=_EXPERTS,
+            flops=multiply_adds("t n k"),
+        ),
+    ),
+    **table("autopar::routed_outer", _routed_outer),
     **table("addmm", _with_bias("mk", "kn", "aten.mm.default")),
     **table("addmv", _with_bias("mk", "k", "aten.mv.default")),
     **table("baddbmm", _with_bias("bmk", "bkn", "aten.bmm.default")),

@@ -308,6 +308,21 @@ def onehot_scatter(emit: Emitter, op: LocalOp) -> None:
     emit.result(emit.call(op.node.op, (held, safe, dim, size), out))
 
 
+def routed(emit: Emitter, op: LocalOp) -> None:
+    """Rows whose expert another rank holds give zeros."""
+    rows, weight, expert = op.values
+    local = emit.call("aten.sub.Tensor", (expert, op.start(1, 0)), op.operand_type(2))
+    emit.result(emit.call(op.node.op, (rows, weight, local), op.output_type()))
+
+
+def routed_outer(emit: Emitter, op: LocalOp) -> None:
+    """Rows whose expert another rank holds count for none."""
+    left, right, expert = op.values
+    out = op.output_type()
+    local = emit.call("aten.sub.Tensor", (expert, op.output_start(0, 0)), op.operand_type(2))
+    emit.result(emit.call(op.node.op, (left, right, local, out.shape[0]), out))
+
+
 def softmax(emit: Emitter, op: LocalOp) -> None:
     """Softmax over a split dim: the exponential of the log-softmax."""
     value, kind = _log_softmax(emit, op)

@@ -115,6 +115,26 @@ def bert(layers: int = 2, dropout: float = 0.0) -> Built:
     return model, {"input_ids": ids, "attention_mask": mask, "labels": labels}, output_loss
 
 
+def mixtral(layers: int = 2) -> Built:
+    """Experts of which every token goes to two."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(9)
+    config = MixtralConfig(
+        vocab_size=40,
+        hidden_size=24,
+        intermediate_size=32,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        initializer_range=0.2,
+    )
+    ids = torch.randint(0, 40, (4, 8))
+    return MixtralForCausalLM(config).train(), {"input_ids": ids, "labels": ids}, output_loss
+
+
 def t5(layers: int = 2, dropout: float = 0.0, batch: int = 4) -> Built:
     """Encoder and decoder, one embedding for both and for the head."""
     from transformers import T5Config, T5ForConditionalGeneration

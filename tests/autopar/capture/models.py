@@ -48,13 +48,13 @@ def qwen3() -> nn.Module:
     return transformers.Qwen3ForCausalLM(config).train()
 
 
-def mixtral() -> nn.Module:
+def mixtral(way: str = "batched_mm") -> nn.Module:
     config = transformers.MixtralConfig(
         **_DECODER,
         num_local_experts=4,
         num_experts_per_tok=2,
         output_router_logits=True,
-        experts_implementation="batched_mm",
+        experts_implementation=way,
     )
     return transformers.MixtralForCausalLM(config).train()
 

@@ -33,6 +33,13 @@ def test_text_models_equal_eager(build: Callable[[], nn.Module]) -> None:
     capture_equals_eager(build(), models.tokens())
 
 
+@pytest.mark.parametrize("way", ["eager", "grouped_mm"])
+def test_experts_equal_eager_whatever_way_they_are_set_to(way: str) -> None:
+    captured = capture_equals_eager(models.mixtral(way), models.tokens())
+    assert "autopar.routed_linear.default" in ops_of(captured)
+    assert not any("sort" in op or "nonzero" in op for op in ops_of(captured))
+
+
 @pytest.mark.parametrize("build", [models.llama, models.gpt2, models.bert])
 def test_padded_batches_equal_eager(build: Callable[[], nn.Module]) -> None:
     capture_equals_eager(build(), models.tokens(padded=True))

@@ -16,7 +16,7 @@ from autopar.planner.driver import make_plan
 from autopar.planner.request import Request
 from autopar.search.analysis import Analysis, analyse
 from cost_models.cluster import Cluster
-from tests.oracles.models import MODELS, Built, mlp
+from tests.oracles.models import MODELS, Built, mixtral, mlp
 from tests.oracles.pipeline import assert_exact, programs_of
 from tests.oracles.random_plans import random_stage
 
@@ -73,6 +73,11 @@ def test_plans_from_random_objectives_are_exact(
     name: str, sizes: tuple[int, ...], seed: int
 ) -> None:
     exact_under_random_prices(MODELS[name](), sizes, seed)
+
+
+@pytest.mark.parametrize("sizes", [(2,), (3,), pytest.param((2, 2), marks=pytest.mark.large)])
+def test_experts_are_exact_however_tokens_and_experts_are_split(sizes: tuple[int, ...]) -> None:
+    exact_under_random_prices(mixtral(layers=1), sizes, seed=0)
 
 
 @pytest.mark.large

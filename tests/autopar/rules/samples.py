@@ -168,6 +168,24 @@ def _grouped_mm(draw: Draw) -> Sample:
     return Sample(value(groups, t, k), value(groups, k, n))
 
 
+def _routed(draw: Draw, experts: int) -> tuple[Tensor, Tensor]:
+    """Rows, and where each goes."""
+    t, k = draw.size(1, 4, 6), draw.size(1, 2, 4)
+    return draw.floats(t, k), draw.integers(t, high=experts)
+
+
+def _routed_linear(draw: Draw) -> Sample:
+    experts, n = draw.size(1, 2, 3, 4), draw.size(1, 2, 4)
+    rows, expert = _routed(draw, experts)
+    return Sample(rows, draw.floats(experts, n, rows.shape[1]), expert)
+
+
+def _routed_outer(draw: Draw) -> Sample:
+    experts = draw.size(1, 2, 3, 4)
+    rows, expert = _routed(draw, experts)
+    return Sample(draw.floats(len(rows), draw.size(1, 2, 4)), rows, expert, experts)
+
+
 def _distances(draw: Draw) -> Sample:
     lead, d = draw.shape(0, 1, most=4), draw.size(1, 2, 3)
     first, second = draw.size(1, 2, 4, 6), draw.size(1, 2, 3, 4)
@@ -203,6 +221,8 @@ _PRODUCTS: dict[str, Sampler] = {
     **_each("_pdist_forward", _pairs),
     **_each("_pdist_backward", _pairs_backward),
     **_each("_grouped_mm", _grouped_mm),
+    **_each("autopar::routed_linear", _routed_linear),
+    **_each("autopar::routed_outer", _routed_outer),
 }
 
 # Convolutions.
