@@ -163,9 +163,11 @@ def check_held(precision: Precision, model: nn.Module, *, own_optimizer: bool) -
     kinds = [("gradient", precision.grad)]
     kinds += [] if own_optimizer else [("state", precision.state)]
     for name, parameter in model.named_parameters():
+        if parameter.dtype not in _CAST or not parameter.requires_grad:
+            continue
         stored = precision.stored(parameter.dtype)
         for kind, dtype in kinds:
-            if dtype is None or dtype == stored or not parameter.requires_grad:
+            if dtype is None or dtype == stored:
                 continue
             raise UnsupportedError(
                 f"cannot keep the {kind} of parameter {name!r} in {_text(dtype)}: it is stored in "

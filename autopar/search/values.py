@@ -160,7 +160,7 @@ class Values:
         for home, there in layouts.homes.items():
             here, adds_up = layouts.index[home.sharding], False
             if not comes:
-                here, adds_up = self._added_up_in(home.sharding, layouts)
+                here, adds_up = self._added_up_in(group[0], home.sharding, layouts)
             casts = self.analysis.casts if node.op == PARAMETER else ()
             # What is only cast, and stays, is so once, before the loop.
             alone = all(reader in casts for reader, _ in readers.values())
@@ -182,9 +182,14 @@ class Values:
             tail, head = (there, here) if comes else (here, there)
             yield Arc(tail, head, seconds, link_s=link_s, adds_up=adds_up)
 
-    def _added_up_in(self, sharding: Sharding, layouts: Layouts) -> tuple[int, bool]:
-        """The layout in which gradients go to their home, and whether they are added up there."""
+    def _added_up_in(self, root: Ref, sharding: Sharding, layouts: Layouts) -> tuple[int, bool]:
+        """The layout in which gradients go to their home, and whether they are added up there.
+
+        Those that are narrower than their terms may be summed in are added up before.
+        """
         time = self.mesh.time_axis
+        if root in self.space.offers.carried:
+            time = None
         axes = () if time is None else dict.fromkeys(s[time] for s in layouts.index)
         for axis in axes:
             if isinstance(axis, Partial) and time is not None:

@@ -195,3 +195,9 @@ def test_the_case_of_master_weights_is_stored_in_fp32() -> None:
     graph = capture_step(model, batch, loss, grad=True, precision=precision_of("bf16")).graph
     assert {n.outputs[0].dtype for n in graph.sources("parameter")} == {"float32"}
     assert {graph.type_of(ref).dtype for ref in graph.gradients.values()} == {"float32"}
+
+
+def test_complex_parameters_are_held_as_they_are() -> None:
+    model = nn.Module()
+    model.turned = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+    check_held(precision_of("bf16"), model, own_optimizer=False)

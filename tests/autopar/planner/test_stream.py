@@ -13,6 +13,7 @@ import torch
 
 from autopar import hint
 from autopar.capture import capture_step
+from autopar.capture.precision import Precision
 from autopar.cost.node import axis_seconds
 from autopar.errors import AutoparError, InfeasibleError
 from autopar.hint import Hint
@@ -32,7 +33,7 @@ from cost_models.memory import piece_elements
 from cost_models.overlap import BOTH_COPIES, together_s
 from tests.oracles.hosts import hosted
 from tests.oracles.live import counted_peaks
-from tests.oracles.models import gpt2
+from tests.oracles.models import gpt2, mlp
 from tests.oracles.pipeline import values_of
 
 BUILT = gpt2(layers=6, batch=8)
@@ -274,3 +275,17 @@ def test_wrong_hints_are_refused(
     asked = hint.offload(pattern, what="parameters")
     with pytest.raises(AutoparError, match=words):
         planned(captured[0], cluster, asked, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("reduce", ["fp32", "bf16"])
+def test_gradients_are_added_up_on_the_host_in_no_narrower_dtype_than_is_asked_for(
+    reduce: str,
+) -> None:
+    precision = Precision(param="bf16", compute="fp32", reduce=reduce)
+    analysis = analyse(capture_step(*mlp(), grad=True, precision=precision).graph)
+    away = hint.offload("parameters")
+    stage = planned(analysis, hosted(1, 1e9), away, microbatches=2).stage
+    roots = {analysis.root(ref).root for ref in analysis.graph.gradients.values()}
+    assert {analysis.graph.type_of(root).dtype for root in roots} == {"bfloat16"}
+    on_host = {str(root) for root in roots} & stage.added_up.keys()
+    assert len(on_host) == (len(roots) if reduce == "bf16" else 0)
