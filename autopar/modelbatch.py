@@ -98,6 +98,12 @@ Made = tuple[Batch, tuple[str, ...]]
 
 def _tokens(asked: Asked) -> Made:
     ids, notes = _ids(asked)
+    begins = getattr(asked.config, "decoder_start_token_id", None) is not None
+    if asked.config.is_encoder_decoder and not begins:
+        raise AutoparError(
+            f"cannot make a batch for '{asked.path}': its 'decoder_start_token_id', which texts of "
+            f"{asked.name} begin with, is not set; set it in the config"
+        )
     return {"input_ids": ids, "labels": ids.clone()}, notes
 
 

@@ -281,6 +281,7 @@ def test_a_batch_of_any_kind_is_captured(
             {**SOUND, "apply_spec_augment": True},
             "'apply_spec_augment' of True masks",
         ),
+        ("t5", "T5ForConditionalGeneration", {"num_layers": 1}, "'decoder_start_token_id', which"),
         ("wav2vec2", "Wav2Vec2ForXVector", SOUND, "no model that autopar knows the labels of"),
     ],
 )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar.search import linear
 from autopar.search.intra import least_bytes, solve
 from autopar.search.problem import (
     Again,
@@ -413,3 +415,13 @@ def test_small_and_large_models_are_solved_alike(problem: Problem, factor: float
     assert first.status == second.status
     if first.choice:
         assert second.objective_s == pytest.approx(first.objective_s, abs=1e-6)
+
+
+@given(problem=problems())
+@settings(max_examples=20, deadline=None)
+def test_presolving_finds_the_same_optimum(problem: Problem) -> None:
+    found = solve(problem)
+    with mock.patch.object(linear, "MANY_COLUMNS", 0):
+        presolved = solve(problem)
+    assert presolved.status == found.status
+    assert presolved.objective_s == pytest.approx(found.objective_s)
