@@ -77,8 +77,9 @@ def refined(
         return candidate
     subject = _Subject(analysis, request, candidate, limit_of)
     stages = [_Stage(analysis, candidate.built, groups, own) for own in subject.stages()]
-    for _ in range(ROUNDS):
-        moved = [stage.move() for stage in stages]
+    for number in range(ROUNDS + 1):
+        # In the end stages that would hold too much stay as they are, for what others gain.
+        moved = [stage.move() if number < ROUNDS else stage.leave() for stage in stages]
         if not any(moved):
             break
         chunks = {n: plan for stage in stages for n, plan in stage.chunks.items()}
@@ -226,7 +227,6 @@ class _Stage:
         self.groups = [own for names in groups if (own := self._own(names))]
         self.start = self.ledger.choice(self.before)
         self.limit_bytes = self.ledger.held(self.start).peak_bytes + found.room_bytes
-        self.fits = found.room_bytes >= 0
         self.settled = False
 
     def _own(self, names: Sequence[str]) -> tuple[str, ...]:
@@ -240,6 +240,11 @@ class _Stage:
             stays = choice is None or choice == self.start
             self.chunks = self.before if stays or choice is None else self._with(choice)
             self.settled = True
+        return self.chunks is not self.before
+
+    def leave(self) -> bool:
+        """Leave it as it was, if what is known does not fit; whether it is moved."""
+        self.chunks = self.chunks if self.settled else self.before
         return self.chunks is not self.before
 
     def tighten(self, over: float) -> None:

@@ -24,7 +24,6 @@ from tests.oracles.sequential import planned_on
 
 BUILT = gpt2(layers=6, batch=8)
 PARTS = (0.8, 0.5)
-PIPED = (0.9, 0.7)
 
 
 STAGES, MICROBATCHES = 2, 4
@@ -79,15 +78,20 @@ def test_what_moves_change_changes_nothing_to_the_bit(captured: tuple[Analysis, 
 
 
 @pytest.mark.parametrize(
-    ("schedule", "chunks"),
+    ("schedule", "chunks", "part"),
     [
-        ("1f1b", 1),
-        pytest.param("interleaved", 2, marks=pytest.mark.large),
-        pytest.param("zb-h1", 1, marks=pytest.mark.large),
+        ("1f1b", 1, 0.8),
+        pytest.param("1f1b", 1, 0.7, marks=pytest.mark.large),
+        pytest.param("interleaved", 2, 0.8, marks=pytest.mark.large),
+        pytest.param("zb-h1", 1, 0.9, marks=pytest.mark.large),
     ],
 )
 def test_moves_of_stages_fit_are_never_slower_and_change_nothing_to_the_bit(
-    captured: tuple[Analysis, Any], schedule: str, chunks: int, monkeypatch: pytest.MonkeyPatch
+    captured: tuple[Analysis, Any],
+    schedule: str,
+    chunks: int,
+    part: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     analysis, found = captured
     layout = Layout(schedule=schedule, num_stages=STAGES, num_chunks=chunks)
@@ -98,24 +102,17 @@ def test_moves_of_stages_fit_are_never_slower_and_change_nothing_to_the_bit(
 
     free = planned(float("inf"))
     assert free is not None
-    limits = [part * free.memory.total_bytes for part in PIPED]
-    after = [planned(limit) for limit in limits]
+    limit = part * free.memory.total_bytes
+    after = planned(limit)
     monkeypatch.setattr(sequential, "refined", lambda analysis, request, found, limit_of: found)
-    before = [planned(limit) for limit in limits]
+    before = planned(limit)
+    assert after is not None and before is not None
+    assert after.memory.total_bytes <= limit
+    assert after.step_s < (1 - 1e-3) * before.step_s
     values = values_of(BUILT[0], BUILT[1], analysis, found)
-    plain = results_of(analysis, free, values)
-    gains = []
-    for own, was, limit in zip(after, before, limits, strict=True):
-        if own is None or was is None:
-            assert own is was
-            continue
-        assert own.memory.total_bytes <= limit
-        gains.append(1 - own.step_s / was.step_s)
-        moved = results_of(analysis, own, values)
-        assert moved.keys() == plain.keys()
-        assert all(torch.equal(moved[name], value) for name, value in plain.items())
-    assert min(gains) >= 0
-    assert max(gains) > 1e-3
+    plain, moved = results_of(analysis, free, values), results_of(analysis, after, values)
+    assert moved.keys() == plain.keys()
+    assert all(torch.equal(moved[name], value) for name, value in plain.items())
 
 
 def results_of(
