@@ -106,6 +106,9 @@ class _Watch:
                 "loss, before it could be scaled; train in bf16 or fp32, without a scaler"
             )
 
+        if self._owns(optimizer):
+            _check_groups(optimizer)
+
         # What is at home on the host is updated there by any optimizer.
         away = sum(has_host_state(p) and not is_at_home(p) for p in _parameters(optimizer))
         if away and not getattr(optimizer, "updates_from_host", False):
@@ -142,6 +145,18 @@ class _Watch:
 
     def _owns(self, optimizer: torch.optim.Optimizer) -> bool:
         return any(id(parameter) in self._ids for parameter in _parameters(optimizer)[:1])
+
+
+def _check_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse groups that a checkpoint of another stage left without their settings."""
+    for group in optimizer.param_groups:
+        if optimizer.defaults and not optimizer.defaults.keys() & group.keys():
+            raise UnsupportedError(
+                f"cannot step with {type(optimizer).__name__}: its parameter group lacks "
+                f"{', '.join(sorted(optimizer.defaults))}, since the state that was loaded lists "
+                "the parameters of another stage alone; save and load the optimizer of a pipeline "
+                "with StateDictOptions(flatten_optimizer_state_dict=True)"
+            )
 
 
 def mark_home(

@@ -59,6 +59,10 @@ def watched() -> None:
     scaler.scale(parallel(batch())).backward()
     with pytest.raises(UnsupportedError, match="GradScaler"):
         scaler.step(adam)
+    for name in list(sgd.defaults):
+        del sgd.param_groups[0][name]
+    with pytest.raises(UnsupportedError, match=r"lacks .*lr.*flatten_optimizer_state_dict=True"):
+        sgd.step()
     other = torch.nn.Linear(2, 2)
     other(torch.ones(1, 2)).sum().backward()
     torch.optim.SGD(other.parameters(), lr=0.1).step()
