@@ -68,12 +68,10 @@ def prove(
     unlike each other, all are treated alike.
     """
     best: Candidate | None = None
-    is_alone = len(search.searches) == 1
-    least = FASTER if is_alone and len(analysis.graph.nodes) <= QUICK else LESS
+    is_short = len(search.searches) == 1 and len(analysis.graph.nodes) <= QUICK
+    least = FASTER if is_short else LESS
     while True:
-        outcome = _tightened(analysis, request, search, time_limit_s, beat_s, best, rough=is_alone)
-        if is_alone and isinstance(outcome, Failure) and not outcome.proven | outcome.too_slow:
-            outcome = _tightened(analysis, request, search, time_limit_s, beat_s, best, rough=False)
+        outcome = _tightened(analysis, request, search, time_limit_s, beat_s, best)
         if isinstance(outcome, Candidate):
             best = outcome if best is None or outcome.step_s < best.step_s else best
             again = [
@@ -172,14 +170,12 @@ def _tightened(
     time_limit_s: float,
     beat_s: float,
     best: Candidate | None,
-    *,
-    rough: bool,
 ) -> Candidate | Failure:
     """The first that fits, with a tighter limit whenever what is lowered does not.
 
-    Of one stage, the limit is widened again where it was tightened by more than was needed. Or what
-    is best so far, where hiding copies better cannot gain enough for another lowering. A rough
-    search branches only on what fits.
+    Of one stage, the limit is widened again where it was tightened by more than was needed, and
+    what rounding leaves is branched on only of what fits. Or what is best so far, where hiding
+    copies better cannot gain enough for another lowering.
     """
     tried: _Tried | None = None
     before: _Tried | None = None
@@ -188,7 +184,7 @@ def _tightened(
     took, less = dict.fromkeys(kinds, math.inf), dict.fromkeys(kinds, LESS)
     least = Least(float("inf"))
     for _ in range(ROUNDS if num_stages == 1 else PIPELINE_ROUNDS):
-        solved = {k: k.within(limits[k], time_limit_s, rough=rough) for k in kinds}
+        solved = {k: k.within(limits[k], time_limit_s, rough=num_stages == 1) for k in kinds}
         cramped = [k for k, (_, s) in solved.items() if not s.choice and limits[k] == k.first_limit]
         if num_stages > 1 and cramped:
             limits.update({kind: kind.allowed for kind in cramped})

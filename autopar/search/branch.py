@@ -28,6 +28,9 @@ BRANCH_GAP = 1e-2
 NUM_NODES = 500
 """Nodes of the branching where rounding is not good enough, so that every machine ends alike."""
 
+ROUGH_GAP, ROUGH_NODES = 0.1, 50
+"""The same for a search that is rough."""
+
 HALF = 0.5
 """Share of a class from which rounding has it run again."""
 
@@ -62,7 +65,7 @@ def search(
 ) -> Outcome:
     """Solve the relaxation; round it where it is fractional; branch where rounding costs.
 
-    A rough search branches only where rounding ends with nothing that fits.
+    A rough search branches only where rounding ends with nothing that fits, and not for long.
     """
     relaxed = run(program, deadline, gap, relaxed=True)
     kept = (keep for keep in (*columns.keep, *columns.away, *columns.states) if keep is not None)
@@ -80,8 +83,11 @@ def search(
     )
     if gap >= GAP and near and len(rounded.values):
         return rounded
-    asked, num_nodes = (gap, None) if gap < GAP else (BRANCH_GAP, NUM_NODES)
-    branched = run(program, deadline, asked, relaxed=False, num_nodes=num_nodes)
+    branched, asked = NOTHING_FOUND, gap
+    for asked, num_nodes in _efforts(gap, rough=rough):
+        branched = run(program, deadline, asked, relaxed=False, num_nodes=num_nodes)
+        if len(branched.values) or branched.status == "infeasible":
+            break
     best = min(branched, rounded, key=lambda outcome: outcome.objective)
     bound = max(branched.bound, relaxed.bound)
     if not len(best.values):
@@ -91,6 +97,13 @@ def search(
     late = branched.status == "time_limited"
     status = "optimal" if proven else "time_limited" if late else "feasible"
     return replace(best, status=status, bound=min(bound, best.objective))
+
+
+def _efforts(gap: float, *, rough: bool) -> list[tuple[float, int | None]]:
+    """Gaps and nodes at which branching stops, of one try after the other until one finds any."""
+    if gap < GAP:
+        return [(gap, None)]
+    return [*([(ROUGH_GAP, ROUGH_NODES)] if rough else ()), (BRANCH_GAP, NUM_NODES)]
 
 
 def _fractional(
