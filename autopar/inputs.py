@@ -252,7 +252,9 @@ def parse_hints(texts: Iterable[str]) -> tuple[Hint, ...]:
     found: list[Hint] = []
     for text in texts:
         name, _, value = text.partition("=")
-        if name not in HINTS or not value:
+        if name in HINTS and not value:
+            raise HintError(f"cannot read hint {text!r}: it has no value; write {name}=VALUE")
+        if name not in HINTS:
             near = difflib.get_close_matches(name, HINTS, 1, cutoff=0.5)
             ask = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(HINTS)}"
             raise HintError(f"cannot read hint {text!r}: write name=value; {ask}")

@@ -163,7 +163,7 @@ def test_hints_are_read() -> None:
     ("text", "what"),
     [
         ("dq=2", "did you mean 'dp'?"),
-        ("dp", "write name=value"),
+        ("dp", "write dp=VALUE"),
         ("dp=two", "'two' is no number"),
         ("shard=w", "write shard=PATTERN:DIM:AXIS"),
         ("xxxxx=1", "there are dp, tp,"),

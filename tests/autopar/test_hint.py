@@ -8,6 +8,7 @@ import pytest
 
 from autopar import hint
 from autopar.errors import HintError
+from autopar.inputs import parse_hints
 
 TEXTS = {
     "hint.degrees(dp=2, tp=(4, 2), pp=2)": hint.degrees(dp=2, tp=(4, 2), pp=2),
@@ -62,3 +63,11 @@ def test_a_pattern_is_a_text(make: Any) -> None:
 def test_a_limit_is_a_size(limit: Any) -> None:
     with pytest.raises(HintError, match="it is not a size"):
         hint.memory_limit(limit)
+
+
+def test_a_hint_without_a_value_is_told_so() -> None:
+    for text in ("memory_limit", "memory_limit="):
+        with pytest.raises(HintError, match="it has no value; write memory_limit=VALUE"):
+            parse_hints([text])
+    with pytest.raises(HintError, match="did you mean 'memory_limit'"):
+        parse_hints(["memory_limt=3GiB"])
