@@ -7,6 +7,10 @@ It knows nothing of pieces in several layouts, of what expansions make in betwee
 collectives and copies on their way: a change to few values hardly changes those, so differences are
 what it is asked for. What is found with it is lowered and simulated before it is believed.
 
+A stage runs its sections for many microbatches, in the order that its schedule's row says. What one
+microbatch makes in a section is what it holds there; what others hold meanwhile is what each
+section leaves behind it, times the microbatches that are there: those numbers come from the row.
+
 Forward nodes that may run again fall into *parts* between which none reads another; of repeated
 blocks each copy is one. What a part holds depends on its own choice alone, so that a change costs
 one walk through one part.
