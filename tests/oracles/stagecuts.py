@@ -169,12 +169,21 @@ class StageCuts:
     @functools.cached_property
     def families(self) -> tuple[tuple[StagePlan, ...], ...]:
         """Plans of the whole step that hold less and less: without copies to the host, and with."""
-        search = self._search()
-        parts = [1 - n / LIMITS for n in range(1, LIMITS + 1)]
+        parts = [1 - n / LIMITS for n in range(1, LIMITS)]
         return tuple(
-            (self.kept, *(self._within(search, part, copies=copies) for part in parts))
-            for copies in (False, True)
+            (self.kept, *(self._within(self.search, part, copies=copies) for part in parts), least)
+            for copies, least in zip((False, True), self.leanest, strict=True)
         )
+
+    @functools.cached_property
+    def leanest(self) -> tuple[StagePlan, ...]:
+        """The last of each family, which hold least."""
+        return tuple(self._within(self.search, 0.0, copies=copies) for copies in (False, True))
+
+    @functools.cached_property
+    def search(self) -> MeshSearch:
+        """Of a stage's mesh, with nothing that must be kept."""
+        return self._search()
 
     @functools.cached_property
     def even_cuts(self) -> tuple[int, ...]:
@@ -277,8 +286,8 @@ class StageCuts:
     def _fits(self, stage: int, start: int, end: int) -> bool:
         """Whether a stage fits that holds as little as it can."""
         return any(
-            self._piece(stage, start, end, family[-1]).peak_bytes <= self.limit_bytes
-            for family in self.families
+            self._piece(stage, start, end, whole).peak_bytes <= self.limit_bytes
+            for whole in self.leanest
         )
 
     def _piece(self, stage: int, start: int, end: int, whole: StagePlan) -> _Piece:
