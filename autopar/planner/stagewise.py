@@ -57,7 +57,7 @@ EVENED = 2
 AGAIN = 2
 """Times that stages which hold less than was reckoned are given more, of a short step."""
 
-HALVED = 2
+HALVED = 3
 """Times that the memory between two ways of a stage is halved, to find one that just fits."""
 
 PROMISING = 0.01
