@@ -673,7 +673,15 @@ MODEL_FILES: Mapping[str, ModelFile] = {
         batch=32,
     ),
     "detr-resnet-50": ModelFile(
-        config=_config("detr", "DetrForObjectDetection", num_labels=91),
+        config=_config(
+            "detr",
+            "DetrForObjectDetection",
+            num_labels=91,
+            use_timm_backbone=False,
+            use_pretrained_backbone=False,
+            backbone=None,
+            backbone_config={"model_type": "resnet", "out_features": ["stage4"]},
+        ),
         parameters="0.04",
         cluster="v100",
         batch=32,
