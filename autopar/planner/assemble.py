@@ -182,8 +182,8 @@ def _notes(analysis: Analysis, best: Candidate) -> list[str]:
         and node.name not in analysis.steady
     ]
     if whole:
-        ops = ", ".join(sorted({node.op.split(".")[1] for node in whole}))
-        notes.append(f"computed whole on every rank: {ops} in {_places(whole)}")
+        ops = {node.op.rpartition(".")[0].removeprefix("aten.") for node in whole}
+        notes.append(f"computed whole on every rank: {', '.join(sorted(ops))} in {_places(whole)}")
     unfused = [n for n in analysis.graph.nodes if n.op == ATTENTION_DROPOUT]
     if unfused:
         notes.append(

@@ -52,7 +52,7 @@ def test_plans_within_less_memory_are_exact_and_fit(
     free = planned(analysis, ranks)
     assert not free.stage.recomputed
     limit = int(part * free.prediction.memory.total_bytes)
-    tight = planned(analysis, ranks, hint.memory_limit(limit))
+    tight = planned(analysis, ranks, hint.degrees(pp=1), hint.memory_limit(limit))
     assert tight.stage.recomputed
     assert tight.prediction.memory.total_bytes <= limit
     assert tight.prediction.step_s >= free.prediction.step_s * (1 - 1e-9)
