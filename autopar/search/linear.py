@@ -15,6 +15,8 @@ from ortools.math_opt.python import mathopt
 from ortools.math_opt.solvers import highs_pb2
 from pybind11_abseil.status import StatusNotOk
 
+from autopar.search.mute import muted
+
 
 @dataclass(slots=True)
 class IntegerProgram:
@@ -140,17 +142,18 @@ def _run_with(
         highs=highs_pb2.HighsOptionsProto(string_options=options),
     )
     try:
-        result = solver.solve(
-            _proto(program, relaxed=relaxed),
-            mathopt.SolverType.HIGHS.value,
-            mathopt.StreamableSolverInitArguments().to_proto(),
-            parameters.to_proto(),
-            _WANTED,
-            None,
-            mathopt.CallbackRegistration().to_proto(),
-            None,
-            None,
-        )
+        with muted():
+            result = solver.solve(
+                _proto(program, relaxed=relaxed),
+                mathopt.SolverType.HIGHS.value,
+                mathopt.StreamableSolverInitArguments().to_proto(),
+                parameters.to_proto(),
+                _WANTED,
+                None,
+                mathopt.CallbackRegistration().to_proto(),
+                None,
+                None,
+            )
     except StatusNotOk:
         # The solver gave up without saying why.
         return NOTHING_FOUND
