@@ -48,13 +48,20 @@ def torch_dtype(name: str) -> torch.dtype:
     return found
 
 
-@cache
+_LASTING = ("aten", "prims", "autopar")
+"""Namespaces whose ops are never defined again; users' are, where a notebook's cell runs twice."""
+
+
 def overload(op: str) -> TorchOp:
     """The op's ``OpOverload``, of ``"aten.mm.default"`` and the like.
 
     Raises:
         CaptureError: This process has no such op.
     """
+    return _lasting(op) if op.split(".")[0] in _LASTING else _overload(op)
+
+
+def _overload(op: str) -> TorchOp:
     space, name, overload_name = op.split(".")
     try:
         return getattr(getattr(getattr(torch.ops, space), name), overload_name)  # type: ignore[no-any-return]
@@ -65,12 +72,14 @@ def overload(op: str) -> TorchOp:
         ) from None
 
 
+_lasting = cache(_overload)
+
+
 def runs_on_dense(op: str) -> bool:
     """Whether operands of an op that are not contiguous are copied before it runs."""
     return op.split(".")[0] not in _OWN or op in _DENSE
 
 
-@cache
 def resolve(op: str) -> TorchOp:
     """The callable that runs an op on real tensors.
 
@@ -80,6 +89,10 @@ def resolve(op: str) -> TorchOp:
     Raises:
         CaptureError: This process has no such op.
     """
+    return _resolved(op) if op.split(".")[0] in _LASTING else _resolve(op)
+
+
+def _resolve(op: str) -> TorchOp:
     if op == "aten.view.default":
         return torch.reshape
     found = overload(op)
@@ -92,6 +105,9 @@ def resolve(op: str) -> TorchOp:
         return found(*dense, **named)
 
     return on_contiguous
+
+
+_resolved = cache(_resolve)
 
 
 def to_torch(arg: Arg, env: Mapping[Ref, Any], device: torch.device | str) -> Any:

@@ -398,6 +398,9 @@ def test_constants_of_the_program_are_kept() -> None:
 
 
 def test_autograd_functions_and_custom_ops_keep_their_backward() -> None:
+    load_case("g18")
+    capture_equals_eager(*load_case("g18").build())
+    # Defined again, as in a notebook.
     model, batch, loss = load_case("g18").build()
     captured = capture_equals_eager(model, batch, loss)
     assert {"apcases_g18.peak_norm.default", "apcases_g18.peak_norm_grad.default"} <= set(
