@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -52,16 +52,24 @@ _LASTING = ("aten", "prims", "autopar")
 """Namespaces whose ops are never defined again; users' are, where a notebook's cell runs twice."""
 
 
+def _kept(find: Callable[[str], TorchOp]) -> Callable[[str], TorchOp]:
+    """What finds an op once, unless it may be defined again."""
+    lasting = cache(find)
+
+    @wraps(find)
+    def found(op: str) -> TorchOp:
+        return (lasting if op.split(".")[0] in _LASTING else find)(op)
+
+    return found
+
+
+@_kept
 def overload(op: str) -> TorchOp:
     """The op's ``OpOverload``, of ``"aten.mm.default"`` and the like.
 
     Raises:
         CaptureError: This process has no such op.
     """
-    return _lasting(op) if op.split(".")[0] in _LASTING else _overload(op)
-
-
-def _overload(op: str) -> TorchOp:
     space, name, overload_name = op.split(".")
     try:
         return getattr(getattr(getattr(torch.ops, space), name), overload_name)  # type: ignore[no-any-return]
@@ -72,14 +80,12 @@ def _overload(op: str) -> TorchOp:
         ) from None
 
 
-_lasting = cache(_overload)
-
-
 def runs_on_dense(op: str) -> bool:
     """Whether operands of an op that are not contiguous are copied before it runs."""
     return op.split(".")[0] not in _OWN or op in _DENSE
 
 
+@_kept
 def resolve(op: str) -> TorchOp:
     """The callable that runs an op on real tensors.
 
@@ -89,10 +95,6 @@ def resolve(op: str) -> TorchOp:
     Raises:
         CaptureError: This process has no such op.
     """
-    return _resolved(op) if op.split(".")[0] in _LASTING else _resolve(op)
-
-
-def _resolve(op: str) -> TorchOp:
     if op == "aten.view.default":
         return torch.reshape
     found = overload(op)
@@ -105,9 +107,6 @@ def _resolve(op: str) -> TorchOp:
         return found(*dense, **named)
 
     return on_contiguous
-
-
-_resolved = cache(_resolve)
 
 
 def to_torch(arg: Arg, env: Mapping[Ref, Any], device: torch.device | str) -> Any:

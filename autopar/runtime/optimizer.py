@@ -62,10 +62,11 @@ def _counted(make: functools.partial[Any], device_type: str) -> Transients:
 
 def _made_by(make: functools.partial[Any], count: int) -> int:
     """Most bytes at once that a second step makes for some fp32 parameters of `PROBE` elements."""
-    parameters = [nn.Parameter(torch.zeros(PROBE)) for _ in range(count)]
+    fp32 = torch.zeros(PROBE, dtype=torch.float32, device="cpu")
+    parameters = [nn.Parameter(fp32.clone()) for _ in range(count)]
     optimizer = make(parameters)
     for parameter in parameters:
-        parameter.grad = torch.ones(PROBE)
+        parameter.grad = torch.ones_like(fp32)
     optimizer.step()
     with LiveBytes() as made:
         optimizer.step()

@@ -37,7 +37,6 @@ until memory binds. Solved by HiGHS through MathOpt with one thread, so every ru
 
 from __future__ import annotations
 
-import operator
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -497,7 +496,9 @@ def _held(problem: Problem, columns: Columns) -> tuple[_Sizes, _Sizes, _Sizes, _
         if states is not None:
             resident += [(c, -size) for c, size in zip(states, node.state_bytes, strict=True)]
             # What is updated in pieces makes nothing of all at once.
-            update += [(c, -size) for c, size in zip(states, node.update_bytes, strict=False)]
+            update += [
+                (c, -size) for c, size in zip(states, _made_bytes(node), strict=True) if size
+            ]
     held_by = zip(problem.values, columns.keep, columns.extra, columns.away, strict=True)
     for value, keep, extra, away in held_by:
         sizes = [(n, size) for n, size in enumerate(value.kept_bytes) if size]
@@ -511,8 +512,13 @@ def _held(problem: Problem, columns: Columns) -> tuple[_Sizes, _Sizes, _Sizes, _
 
 def _update_bytes(node: Choices) -> tuple[float, ...]:
     """What each choice holds during the update, beside what is resident."""
-    made = node.update_bytes or (0.0,) * len(node.gradient_bytes)
-    return tuple(map(operator.add, node.gradient_bytes, made))
+    pairs = zip(node.gradient_bytes, _made_bytes(node), strict=True)
+    return tuple(gradient + made for gradient, made in pairs)
+
+
+def _made_bytes(node: Choices) -> tuple[float, ...]:
+    """What the update makes for a moment under each choice."""
+    return node.update_bytes or (0.0,) * len(node.gradient_bytes)
 
 
 def _add_price(program: IntegerProgram, problem: Problem, columns: Columns) -> _Sizes:

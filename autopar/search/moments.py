@@ -116,8 +116,7 @@ class Moments:
             )
             rerun = self.rerun_of.get(number)
             key, into = (self.places[number][0], passing) if rerun is None else (rerun, held)
-            before = into.get(key, (0.0,) * len(own))
-            into[key] = tuple(b + o for b, o in zip(before, own, strict=True))
+            _add(into, key, own)
             if rerun is not None:
                 again.add(rerun)
         return again
@@ -137,14 +136,10 @@ class Moments:
         found: dict[int, tuple[float, ...]] = {}
         for number, index, count in self.recompute.reads.passing(at):
             entry, _ = self.places[number]
-            own = self.space.bytes_of(number, index)
-            before = found.get(entry, (0.0,) * len(own))
-            found[entry] = tuple(b + count * o for b, o in zip(before, own, strict=True))
+            _add(found, entry, [count * size for size in self.space.bytes_of(number, index)])
         for number in self._made_once:
             entry, _ = self.places[number]
-            own = self._once_bytes(number, at)
-            before = found.get(entry, (0.0,) * len(own))
-            found[entry] = tuple(b + o for b, o in zip(before, own, strict=True))
+            _add(found, entry, self._once_bytes(number, at))
         return tuple(found.items())
 
     @cached_property
@@ -193,3 +188,9 @@ class Moments:
             done = sum(self.recompute.reads.made_by(ref, at) for ref in refs)
             if done:
                 yield self.places[number][0], done / len(names)
+
+
+def _add(into: dict[int, tuple[float, ...]], key: int, sizes: Sequence[float]) -> None:
+    """Add bytes under every choice to those of an entry, or of a rerun."""
+    before = into.get(key, (0.0,) * len(sizes))
+    into[key] = tuple(b + s for b, s in zip(before, sizes, strict=True))

@@ -14,6 +14,7 @@ from autopar import hint
 from autopar.errors import InfeasibleError
 from autopar.options import Transients
 from autopar.runtime.measure import LiveBytes
+from autopar.runtime.optimizer import transients_of
 from tests.oracles.hosts import hosted
 
 VOCABULARY, WIDTH, SAMPLES = 4000, 32, 8
@@ -40,6 +41,18 @@ class Embedded(nn.Module):
 
 def batch() -> dict[str, Tensor]:
     return {"ids": torch.arange(SAMPLES)}
+
+
+def test_what_an_update_makes_does_not_depend_on_defaults_of_torch() -> None:
+    probed = functools.partial(torch.optim.AdamW, lr=0.25)
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        with torch.device("meta"):
+            assert transients_of(probed, "cuda") == Transients(every=1.0)
+            assert transients_of(probed, "cpu") == Transients(each=2.0, left=1.0)
+    finally:
+        torch.set_default_dtype(before)
 
 
 @pytest.mark.parametrize("name", MAKES)
